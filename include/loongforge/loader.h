@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file loader.h  DataFusion Loader: LMDB records to model-ready batches in three overlapping stages.
+ *
+ *  Records: key `{sample_id}_{modality}`, split at the last '_'; modality `image` (JPEG bytes) and `text` (JSON bytes, see
+ *  docs/format/records.md). Stage 1 reads mapped bytes and parses keys, stage 2 decodes, resizes and normalises, stage 3
+ *  pads, builds masks and labels. `depth` batches are in flight.
+ *
+ *  Order is a pure function of (seed, epoch, sample), so it does not depend on threads, depth or rank; each epoch is a
+ *  permutation; rank r of world w takes every w-th batch-sized stripe of it. All ranks deliver the same number of batches.
+ *
+ *  Caveats. The set must not shrink while it is open (records are read in place). One process opens a set once. Handles do
+ *  not survive fork(). A batch's memory is valid until lf_batch_release. */
+#ifndef LOONGFORGE_LOADER_H
+#define LOONGFORGE_LOADER_H
+
+#include "loongforge/device.h"
+#include "loongforge/options.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct lf_dataset lf_dataset;
+typedef struct lf_loader lf_loader;
+
+/** What a set says about itself (its reserved record; defaults where it has none). */
+typedef struct lf_dataset_info {
+    size_t size;
+    int64_t n_samples;
+    int64_t n_bytes;       /* of all values */
+    int32_t vocab_size;    /* token ids are below it */
+    int32_t pad_id, bos_id, eos_id;
+    char source[128];      /* "scenes seed=1", a folder's name, … */
+    char tokenizer[128];   /* "bytes" or the vocabulary's digest */
+} lf_dataset_info;
+
+/** One sample's raw records, borrowed from the map until the set is closed. */
+typedef struct lf_sample {
+    size_t size;
+    const char *id;        /* not 0-terminated; id_bytes long */
+    const void *image;     /* NULL: the sample has no image */
+    const void *text;      /* NULL: none */
+    int64_t id_bytes, image_bytes, text_bytes;
+} lf_sample;
+
+/** Open an LMDB folder or file read-only.
+ *  @return LF_OK; LF_ERR_NOTFOUND; LF_ERR_FORMAT (no LMDB, or no key of the expected form: one is shown);
+ *  LF_ERR_CORRUPT (file shorter than its own header says). Release with lf_dataset_close. */
+LF_API lf_status lf_dataset_open(lf_dataset **out, const char *path);
+LF_API void lf_dataset_close(lf_dataset *set);
+LF_API lf_status lf_dataset_get_info(const lf_dataset *set, lf_dataset_info *info);
+/** The i-th sample in key order, 0 ≤ i < n_samples. Threads: any. */
+LF_API lf_status lf_dataset_get(const lf_dataset *set, int64_t i, lf_sample *sample);
+
+/** Options, section "loader". */
+typedef struct lf_loader_options {
+    size_t size;
+    int32_t batch_size;      /* samples a batch on this rank */
+    int32_t depth;           /* batches in flight */
+    int32_t threads;         /* decode threads; 0: one a core */
+    int32_t image_size;      /* height and width delivered, pixels */
+    int32_t seq_len;         /* longest text, tokens; longer ones are cut and counted */
+    int32_t pad_multiple;    /* a batch is padded to the next multiple of this, at most seq_len; 0: always to seq_len */
+    int32_t shuffle;
+    int32_t augment;         /* random crop and flip, keyed by (seed, epoch, sample) */
+    int64_t seed;
+    int32_t rank, world;
+    int32_t drop_last;       /* 0: the last batch repeats samples of the epoch's start, marked by weight 0 */
+    char bad_samples[LF_TEXT_MAX]; /* error | skip | substitute */
+    double bad_budget;       /* share of bad samples that is still no error */
+    int64_t max_pixels;      /* of one image, checked before anything is allocated */
+    int32_t blank_images;    /* deliver grey images: the control of an evaluation */
+} lf_loader_options;
+
+/** Times and counts since the loader was opened. Latencies in seconds. */
+typedef struct lf_loader_stats {
+    size_t size;
+    int64_t batches, samples, bad_samples, cut_texts;
+    int64_t tokens, padding_tokens, label_tokens;
+    double read_s, decode_s, assemble_s;        /* busy time of each stage, summed over threads */
+    double stall_s;                             /* time lf_loader_next waited */
+    double latency_mean_s, latency_std_s, latency_p50_s, latency_p95_s, latency_p99_s; /* start of reading to ready */
+} lf_loader_stats;
+
+/** A model-ready batch in device memory. B samples, S = image_size, T = padded length.
+ *  images (B,3,S,S) f32 normalised to mean 0.5, deviation 0.25; tokens (B,T) i64, pad_id behind the text;
+ *  labels (B,T) i64, -100 where nothing is trained on; mask (B,T) u8, 1 on real tokens;
+ *  index (B) i64: the sample's number; weight (B) f32: 0 on repeated samples. */
+typedef struct lf_batch {
+    size_t size;
+    float *images;
+    int64_t *tokens, *labels, *index;
+    uint8_t *mask;
+    float *weight;
+    int32_t n, seq, image_size, slot;
+    int64_t epoch, number;   /* which batch of which epoch */
+    int64_t label_tokens;    /* labels that are not -100 */
+} lf_batch;
+
+/** Where the stream of batches stands: everything needed to go on bit for bit, at any depth and thread count. */
+typedef struct lf_loader_state {
+    size_t size;
+    int64_t epoch;
+    int64_t samples_done;    /* of this epoch, over all ranks */
+    int64_t seed;
+    int64_t n_samples;
+} lf_loader_state;
+
+/** Start the pipeline. The set must outlive the loader.  @param device where batches are delivered.
+ *  @return LF_OK; LF_ERR_INVALID (an option; a set smaller than one global batch); LF_ERR_NOMEM. */
+LF_API lf_status lf_loader_open(lf_loader **out, lf_dataset *set, lf_device *device, const lf_loader_options *opts);
+/** Stop, join threads, free. Batches not released are invalid. */
+LF_API void lf_loader_close(lf_loader *loader);
+
+/** The next batch; epochs follow one another without end, batch->epoch says which.
+ *  @param stream the consumer's stream waits for the batch; NULL: ready on return. Blocks until a batch is there.
+ *  @return LF_OK; LF_ERR_CORRUPT, LF_ERR_FORMAT (a bad sample under policy `error`: key and reason); LF_ERR_BUDGET;
+ *  LF_ERR_STATE (every slot is held: release one). After an error the loader only answers that error. */
+LF_API lf_status lf_loader_next(lf_loader *loader, lf_batch *batch, lf_stream *stream);
+/** Give a batch's slot back. It is reused when work queued on `stream` so far is done. */
+LF_API lf_status lf_batch_release(lf_loader *loader, const lf_batch *batch, lf_stream *stream);
+
+/** The state after the last batch that lf_loader_next delivered; batches in flight are not counted. */
+LF_API lf_status lf_loader_get_state(const lf_loader *loader, lf_loader_state *state);
+/** Go on from a state. Only before the first lf_loader_next. @return LF_ERR_STATE; LF_ERR_INVALID (other seed or set: says
+ *  both values). World size and batch size may differ from those of the saved run. */
+LF_API lf_status lf_loader_set_state(lf_loader *loader, const lf_loader_state *state);
+LF_API lf_status lf_loader_get_stats(const lf_loader *loader, lf_loader_stats *stats);
+/** Batches one rank gets in an epoch. */
+LF_API int64_t lf_loader_batches_per_epoch(const lf_loader *loader);
+/** Bad samples so far, newest last: "key: reason", one a line, at most `size` bytes with the final 0. */
+LF_API lf_status lf_loader_bad_samples(const lf_loader *loader, char *text, size_t size);
+
+/** Progress of a long call: `done` of `total` (0: unknown). Return non-zero to cancel. */
+typedef int32_t (*lf_progress_fn)(void *user, int64_t done, int64_t total);
+
+/** Options, section "pack". */
+typedef struct lf_pack_options {
+    size_t size;
+    int64_t scenes;          /* how many to draw */
+    int64_t first;           /* number of the first scene: sets with disjoint numbers share no scene */
+    int64_t seed;
+    int32_t quality;         /* JPEG quality */
+    int32_t chroma_420;      /* 1: 4:2:0, 0: 4:4:4 */
+    int32_t overwrite;       /* 1: replace an existing set */
+    int32_t threads;         /* 0: one a core */
+    int64_t map_bytes;       /* largest size of the set */
+} lf_pack_options;
+
+typedef struct lf_pack_summary {
+    size_t size;
+    int64_t samples, skipped, images, bytes;
+} lf_pack_summary;
+
+/** Draw scenes of coloured shapes with instruction turns and pack them (docs/format/records.md). Same seed and number, same
+ *  bytes. @return LF_OK; LF_ERR_EXISTS; LF_ERR_NOSPACE; LF_ERR_IO. On error the target is removed again if it was new. */
+LF_API lf_status lf_pack_scenes(const char *path, const lf_pack_options *opts, lf_progress_fn progress, void *user,
+                                lf_pack_summary *summary);
+/** Pack a folder with `instruct.jsonl` or `captions.jsonl`. A record may carry `tokens` (array of turns of ids) made by a
+ *  tokenizer whose vocabulary size is `vocab_size`; without, texts are tokenised by bytes (vocab_size 0).
+ *  A broken record is reported through the log by key and counted in `skipped`.
+ *  @return as lf_pack_scenes, and LF_ERR_NOTFOUND (no such folder or no list in it), LF_ERR_FORMAT (no usable record). */
+LF_API lf_status lf_pack_folder(const char *path, const char *folder, const char *list, const char *tokenizer,
+                                int32_t vocab_size, const lf_pack_options *opts, lf_progress_fn progress, void *user,
+                                lf_pack_summary *summary);
+
+/** Decode one JPEG to (S,S,3) u8, resized; what stage 2 does to one sample, for `loongforge data show` and tests. */
+LF_API lf_status lf_decode_image(const void *bytes, size_t n_bytes, int32_t image_size, int64_t max_pixels, uint8_t *rgb);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Threads, a mutex with its condition variable, a parallel for, clocks. */
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base.h"
+
+struct lf__mutex {
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+};
+
+struct lf__thread {
+    pthread_t id;
+    lf__thread_fn fn;
+    void *user;
+    char name[16];
+};
+
+int64_t lf__now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+int64_t lf__unix_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+void lf__sleep_ns(int64_t ns)
+{
+    struct timespec t = {ns / 1000000000, ns % 1000000000};
+    while (nanosleep(&t, &t) != 0 && errno == EINTR) {
+    }
+}
+
+lf__mutex *lf__mutex_open(void)
+{
+    lf__mutex *m = lf__alloc(sizeof *m);
+    if (!m) return NULL;
+    pthread_condattr_t attr;
+    if (pthread_condattr_init(&attr) != 0) {
+        lf__free(m);
+        return NULL;
+    }
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    int bad = pthread_mutex_init(&m->mutex, NULL);
+    if (!bad && (bad = pthread_cond_init(&m->cond, &attr)) != 0) pthread_mutex_destroy(&m->mutex);
+    pthread_condattr_destroy(&attr);
+    if (bad) {
+        lf__free(m);
+        return NULL;
+    }
+    return m;
+}
+
+void lf__mutex_close(lf__mutex *m)
+{
+    if (!m) return;
+    pthread_cond_destroy(&m->cond);
+    pthread_mutex_destroy(&m->mutex);
+    lf__free(m);
+}
+
+void lf__lock(lf__mutex *m) { pthread_mutex_lock(&m->mutex); }
+void lf__unlock(lf__mutex *m) { pthread_mutex_unlock(&m->mutex); }
+void lf__wait(lf__mutex *m) { pthread_cond_wait(&m->cond, &m->mutex); }
+void lf__wake(lf__mutex *m) { pthread_cond_broadcast(&m->cond); }
+
+bool lf__wait_ns(lf__mutex *m, int64_t timeout_ns)
+{
+    int64_t at = lf__now_ns() + timeout_ns;
+    struct timespec t = {at / 1000000000, at % 1000000000};
+    return pthread_cond_timedwait(&m->cond, &m->mutex, &t) != ETIMEDOUT;
+}
+
+static void *enter(void *arg)
+{
+    lf__thread *t = arg;
+    pthread_setname_np(pthread_self(), t->name);
+    t->fn(t->user);
+    return NULL;
+}
+
+lf_status lf__thread_start(lf__thread **out, const char *name, lf__thread_fn fn, void *user)
+{
+    *out = NULL;
+    lf__thread *t = lf__alloc(sizeof *t);
+    if (!t) return LF_FAIL(LF_ERR_NOMEM, "thread %s", name);
+    t->fn = fn;
+    t->user = user;
+    strncpy(t->name, name, sizeof t->name - 1);
+    int err = pthread_create(&t->id, NULL, enter, t);
+    if (err) {
+        lf__free(t);
+        return lf__fail_errno(err, "cannot start thread %s; hint: the limit of processes (ulimit -u)", name);
+    }
+    *out = t;
+    return LF_OK;
+}
+
+void lf__thread_join(lf__thread *thread)
+{
+    if (!thread) return;
+    pthread_join(thread->id, NULL);
+    lf__free(thread);
+}
+
+int32_t lf__n_cores(void)
+{
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (int32_t)n : 1;
+}
+
+typedef struct for_job {
+    lf__for_fn fn;
+    void *user;
+    int64_t n;
+    _Atomic int64_t next;
+} for_job;
+
+static void for_worker(void *user)
+{
+    for_job *job = user;
+    for (;;) {
+        int64_t i = atomic_fetch_add(&job->next, 1);
+        if (i >= job->n) return;
+        job->fn(job->user, i);
+    }
+}
+
+/* Threads are started anew for each call: callers hand over work of milliseconds, against 20 µs a start. A start that fails
+ * leaves its share to the others, so this cannot fail. */
+void lf__parallel(int32_t threads, int64_t n, lf__for_fn fn, void *user)
+{
+    enum { MOST = 64 };
+    for_job job = {fn, user, n, 0};
+    lf__thread *helper[MOST];
+    int32_t want = threads > 0 ? threads : lf__n_cores(), started = 0;
+    if (want > n) want = (int32_t)n;
+    if (want > MOST) want = MOST;
+    while (started + 1 < want && lf__thread_start(&helper[started], "lf-for", for_worker, &job) == LF_OK) started++;
+    for_worker(&job);
+    for (int32_t i = 0; i < started; i++) lf__thread_join(helper[i]);
+}
