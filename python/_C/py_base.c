@@ -39,7 +39,7 @@ static PyObject *typed_value(const lf_option *row, const char *text)
     if (row->type == LF_OPT_TEXT) return PyUnicode_FromString(text);
     if (row->type == LF_OPT_BOOL) return PyBool_FromLong(text[0] == 't');
     PyObject *word = PyUnicode_FromString(text);
-    PyObject *value = !word ? NULL : row->type == LF_OPT_F64 ? PyFloat_FromString(word) : PyLong_FromUnicodeObject(word, 10);
+    PyObject *value = !word ? NULL : row->type == LF_OPT_F64 ? PyFloat_FromString(word) : PyLong_FromString(text, NULL, 10);
     Py_XDECREF(word);
     return value;
 }
