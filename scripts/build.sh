@@ -23,7 +23,7 @@ if ! cmake --preset "$preset" --no-warn-unused-cli -DPython_EXECUTABLE="$PY" -DP
     die "cmake --preset $preset failed; the lines above are $log"
 fi
 cmake --build "build/$preset" >"build/$preset/build.log" 2>&1 || {
-    grep -vE '^\[[0-9]+/[0-9]+\] (Building|Linking|Generating)' "build/$preset/build.log" | head -n 200 >&2
+    grep -vE '^\[[0-9]+/[0-9]+\] (Building|Linking|Generating)' "build/$preset/build.log" | head -n 200 >&2 || true
     die "building $preset failed; the whole log is build/$preset/build.log"
 }
 grep -E 'warning:' "build/$preset/build.log" >&2 || true

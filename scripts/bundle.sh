@@ -29,7 +29,7 @@ library_of() {
 copy_headers() {
     local header=$1 file root
     file=$(printf '#include <stddef.h>\n#include <stdio.h>\n#include <%s>\n' "$header" | cc -M -x c - | tr -d '\\' | tr ' ' '\n' |
-        grep -E "/${header//./\\.}\$" | head -n 1)
+        sed -n "\\|/${header//./\\.}\$|{p;q}")
     [ -n "$file" ] || die "missing: $header - run scripts/setup.sh"
     if package=$(dpkg -S "$(readlink -f "$file")" 2>/dev/null | head -n 1 | cut -d: -f1) && [ -n "$package" ]; then
         dpkg -L "$package" | grep -E '^/usr/include/.*\.h$' | while read -r f; do
@@ -54,7 +54,8 @@ copy_library() {
     cp "$real" "$stage/lib/$soname"
     ln -sfn "$soname" "$stage/lib/lib$1.so"
     # What it needs beyond the C library comes along.
-    readelf -d "$real" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p' | grep -vE '^(libc|libm|libpthread|libdl|librt|ld-linux.*|libgcc_s)\.so' |
+    readelf -d "$real" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p' |
+        sed -E '/^(libc|libm|libpthread|libdl|librt|ld-linux.*|libgcc_s)\.so/d' |
         while read -r need; do
             [ -e "$stage/lib/$need" ] || cp "$(readlink -f "$(ldd "$real" | awk -v n="$need" '$1 == n { print $3 }')")" "$stage/lib/$need"
         done
