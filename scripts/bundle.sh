@@ -28,7 +28,7 @@ library_of() {
 # Headers that this one brings along from outside the C library and the compiler: all files of its dpkg package, or its closure.
 copy_headers() {
     local header=$1 file root
-    file=$(printf '#include <stddef.h>\n#include <stdio.h>\n#include <%s>\n' "$header" | cc -M -x c - | tr -d '\\' | tr ' ' '\n' |
+    file=$(printf '#include <stddef.h>\n#include <stdio.h>\n#include <%s>\n' "$header" | cc -M -x c - | tr -s ' ' '\n' |
         sed -n "\\|/${header//./\\.}\$|{p;q}")
     [ -n "$file" ] || die "missing: $header - run scripts/setup.sh"
     if package=$(dpkg -S "$(readlink -f "$file")" 2>/dev/null | head -n 1 | cut -d: -f1) && [ -n "$package" ]; then

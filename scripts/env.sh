@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 # Sourced by the other scripts: where things are, and how to say what went wrong in one line.
 #   ROOT     the repository         ENV_DIR  the Python environment in use      PY  its interpreter
 #   DEPS     unpacked offline bundle, or empty

@@ -68,7 +68,7 @@ missing_system() {
 }
 
 install_system() {
-    local missing sudo= log=build/setup-apt.log
+    local missing sudo='' log=build/setup-apt.log
     missing=$(missing_system)
     [ -n "$missing" ] || return 0
     command -v apt-get >/dev/null ||
@@ -119,7 +119,7 @@ install_python() {
     local missing torch rest log=build/setup-pip.log
     missing=$("$PY" scripts/python_packages.py missing "${extras[@]}") || die "cannot read pyproject.toml"
     [ -n "$missing" ] || return 0
-    say "installing Python packages:" $missing
+    say "installing Python packages: ${missing//$'\n'/ }"
     mkdir -p build
     "$PY" scripts/python_packages.py pins >build/setup-pins.txt
     torch=$(grep -E '^torch([^a-z]|$)' <<<"$missing" || true)
@@ -134,9 +134,10 @@ install_python() {
     missing=$("$PY" scripts/python_packages.py missing "${extras[@]}")
     [ -n "$missing" ] || return 0
     missing=$(tr '\n' ' ' <<<"$missing")
-    has_module "$PY" torch && has_module "$PY" numpy ||
+    if ! has_module "$PY" torch || ! has_module "$PY" numpy; then
         die "missing: ${missing}- pip could not install it ($log); without a network, start from a Python that has" \
             "torch: make PYTHON=/path/to/python"
+    fi
     warn "going on without ${missing}- pip could not install it ($log)"
     incomplete=1
 }
