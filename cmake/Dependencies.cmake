@@ -11,6 +11,7 @@ set(LF_DEPENDENCIES # pkg-config name | library | header | Debian package
   "jansson|jansson|jansson.h|libjansson-dev")
 
 add_library(lf_deps INTERFACE)
+add_library(PkgConfig::LF_DEPS ALIAS lf_deps)
 set(LF_DEPENDENCIES_MISSING "")
 foreach(row ${LF_DEPENDENCIES})
   string(REPLACE "|" ";" row ${row})

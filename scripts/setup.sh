@@ -41,6 +41,7 @@ unpack_bundle() {
 probe() {
     local what=${1#*:} python
     case $1 in
+    cmd:pkg-config) [ -n "$DEPS" ] || command -v "$what" >/dev/null ;; # the bundle needs none
     cmd:*) command -v "$what" >/dev/null ;;
     header:*)
         command -v cc >/dev/null &&
