@@ -82,7 +82,7 @@ LF_API void *lf_stream_native(lf_stream *stream);
 LF_API lf_status lf_stream_sync(lf_stream *stream);
 
 /** Run a host function in stream order. It must not call the device. An error it returns is kept by the stream, later work
- *  is skipped, and the error comes back from lf_stream_sync. */
+ *  is skipped, and the next lf_stream_sync returns it once. */
 typedef lf_status (*lf_host_fn)(void *user);
 LF_API lf_status lf_stream_run(lf_stream *stream, lf_host_fn fn, void *user);
 
