@@ -31,7 +31,7 @@ wheel: setup ## build a wheel into dist/
 	@scripts/build.sh wheel
 offline-bundle: setup ## the C libraries and headers in one tar, for a machine without a network
 	@scripts/bundle.sh
-clean: ## remove what was built
-	rm -rf build dist python/loongforge/*.so python/loongforge/*.so.*
+clean: ## remove what was built (an offline bundle in dist/ stays)
+	rm -rf build dist/*.whl python/loongforge/*.so python/loongforge/*.so.*
 distclean: clean ## and the environment, sample data and runs
 	rm -rf .venv data runs

@@ -159,8 +159,10 @@ END
 # ---------------------------------------------------------------- main
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(stamp_hash)" ] && [ -x "$PY" ]; then
     [ ! -f "$ENV_DIR/.loongforge-deps" ] || unpack_bundle # `make clean` takes build/deps away
-    link_checkout
-    exit 0
+    if [ ! -f "$ENV_DIR/.loongforge-deps" ] || [ -n "$DEPS" ]; then
+        link_checkout
+        exit 0
+    fi
 fi
 incomplete=0
 unpack_bundle
