@@ -9,8 +9,18 @@ import re
 
 from checklib import C_SUFFIXES, finish, line_of, list_files, read_args, read_text, strip_c
 
-MEMORY = {name: "use lf__alloc/lf__free of src/base" for name in
-          ("malloc", "calloc", "realloc", "reallocarray", "aligned_alloc", "posix_memalign", "free", "strdup", "strndup")}  # fmt: skip
+ALLOCATORS = (
+    "malloc",
+    "calloc",
+    "realloc",
+    "reallocarray",
+    "aligned_alloc",
+    "posix_memalign",
+    "free",
+    "strdup",
+    "strndup",
+)
+MEMORY = {name: "use lf__alloc/lf__free of src/base" for name in ALLOCATORS}
 UNSAFE = {
     "strcpy": "use snprintf or memcpy with a size",
     "strcat": "use snprintf with a size",
@@ -86,7 +96,9 @@ def main():
                 used.add((str(path), name))
                 continue
             problems.append(f"{path}:{line_of(text, match.start())}: {name}() is banned here: {rules[name]}")
-    problems += [f"scripts/banned_allow.txt: '{f} {n}' allows nothing any more; remove the row" for f, n in allow if (f, n) not in used]
+    for file, name in allow:
+        if (file, name) not in used:
+            problems.append(f"scripts/banned_allow.txt: '{file} {name}' allows nothing any more; remove the row")
     finish("check_banned", problems, n_checked)
 
 

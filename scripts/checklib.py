@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 C_SUFFIXES = (".c", ".h", ".cu", ".cuh", ".cc", ".cpp")
-SKIP_DIRS = {".git", ".venv", "build", "dist", "runs", "data", "__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache"}
+SKIP_DIRS = {
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "runs",
+    "data",
+    "__pycache__",
+    ".pytest_cache",
+    ".hypothesis",
+    ".ruff_cache",
+}
 
 
 def read_args(doc):

@@ -34,7 +34,9 @@ def main():
     problems = [f"exported, expected only lf_*: {name}" for name in sorted(have) if not name.startswith("lf_")]
     problems += [f"exported, in no public header: {n}" for n in sorted(have - want) if n.startswith("lf_")]
     problems += [f"declared with LF_API, not in the library: {name}" for name in sorted(want - have)]
-    print("\n".join([*problems, f"{args.library.name}: {len(have)} exports, {len(want)} declared, {len(problems)} problems"]))
+    for problem in problems:
+        print(problem)
+    print(f"{args.library.name}: {len(have)} exports, {len(want)} declared, {len(problems)} problems")
     sys.exit(1 if problems else 0)
 
 
