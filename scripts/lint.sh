@@ -24,7 +24,7 @@ fi
 for check in layers banned size text; do
     "$PY" "scripts/check_$check.py" || failed=1
 done
-if command -v ruff >/dev/null; then ruff check --quiet . || failed=1; else warn "skipped: ruff is not installed"; fi
+if command -v ruff >/dev/null; then ruff check --quiet --output-format concise . || failed=1; else warn "skipped: ruff is not installed"; fi
 if [ "$mode" = all ]; then
     clang_format --dry-run -Werror || failed=1
     if command -v shellcheck >/dev/null; then shellcheck -x -P scripts scripts/*.sh .ci/run || failed=1; fi
