@@ -164,6 +164,8 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(stamp_hash)" ] && [ -x "$PY" ]; t
         exit 0
     fi
 fi
+[ -z "${PYTHON:-}" ] || "$PYTHON" -c 'import venv' 2>/dev/null ||
+    die "PYTHON is '$PYTHON', expected a Python 3.10 or newer with its venv module"
 incomplete=0
 unpack_bundle
 install_system
