@@ -42,6 +42,7 @@ typedef struct lf_map_options {
     int32_t high_load_experts;  /* how many of the largest experts form the group "high" */
     int32_t plane_align_bytes;  /* of a role's plane inside the slab; a power of two */
     int32_t grad_f32;           /* 1: gradients accumulate in f32 whatever the weight's dtype; 0: in the weight's dtype */
+    int32_t optimizer_state;    /* 1: planes for master copies and moments; 0: weights and gradients only */
 } lf_map_options;
 
 enum { LF_PARAM_FROZEN = 1u, LF_PARAM_NO_DECAY = 2u };
