@@ -91,7 +91,7 @@ lf_status lf_map_add(lf_map *map, const lf_param *p, int32_t *index)
 {
     LF_CHECK_ARG(map && p, "map or param is NULL");
     if (map->planned) return LF_FAIL(LF_ERR_STATE, "cannot add a parameter: the map is planned");
-    int64_t count;
+    int64_t count = 0;
     lf_status rc = check_param(map, p, &count);
     if (rc < 0) return rc;
     int32_t known;
