@@ -124,7 +124,8 @@ void lf__thread_join(lf__thread *thread); /* also frees; NULL is allowed */
 int32_t lf__n_cores(void);                /* usable by this process */
 
 /** Run fn(user, i) for i in [0, n) on up to `threads` threads (0: one a core), the caller among them. Returns when all are
- *  done. fn must not call lf__parallel. Which thread runs which i is not fixed: results must not depend on it. */
+ *  done. The threads stay for the next call. Inside fn, and while another thread is in a loop, a call runs its loop on the
+ *  calling thread alone. Which thread runs which i is not fixed: results must not depend on it. */
 typedef void (*lf__for_fn)(void *user, int64_t i);
 void lf__parallel(int32_t threads, int64_t n, lf__for_fn fn, void *user);
 

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Threads, a mutex with its condition variable, a parallel for, clocks. */
+/* Threads, a mutex with its condition variable, clocks. */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -121,36 +120,4 @@ int32_t lf__n_cores(void)
     if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
     long n = sysconf(_SC_NPROCESSORS_ONLN);
     return n > 0 ? (int32_t)n : 1;
-}
-
-typedef struct for_job {
-    lf__for_fn fn;
-    void *user;
-    int64_t n;
-    _Atomic int64_t next;
-} for_job;
-
-static void for_worker(void *user)
-{
-    for_job *job = user;
-    for (;;) {
-        int64_t i = atomic_fetch_add(&job->next, 1);
-        if (i >= job->n) return;
-        job->fn(job->user, i);
-    }
-}
-
-/* Threads are started anew for each call: callers hand over work of milliseconds, against 20 µs a start. A start that fails
- * leaves its share to the others, so this cannot fail. */
-void lf__parallel(int32_t threads, int64_t n, lf__for_fn fn, void *user)
-{
-    enum { MOST = 64 };
-    for_job job = {fn, user, n, 0};
-    lf__thread *helper[MOST];
-    int32_t want = threads > 0 ? threads : lf__n_cores(), started = 0;
-    if (want > n) want = (int32_t)n;
-    if (want > MOST) want = MOST;
-    while (started + 1 < want && lf__thread_start(&helper[started], "lf-for", for_worker, &job) == LF_OK) started++;
-    for_worker(&job);
-    for (int32_t i = 0; i < started; i++) lf__thread_join(helper[i]);
 }
