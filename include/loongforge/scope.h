@@ -21,28 +21,39 @@ LF_API const char *lf_part_name(int32_t part);
 
 /** Figures over steps; seconds. Indexed by LF_PART_*. */
 typedef struct lf_clock_summary {
-    size_t size;
+    size_t size;                   /* set by the caller to sizeof */
     int64_t steps, tokens;         /* tokens: effective ones, as given to lf_clock_step_end */
-    double wall_s;                 /* sum over steps */
+    double wall_s;                 /* sum over steps, from begin to end; time between steps is not in it */
     double busy_s[LF_N_PARTS];     /* sums */
     double exposed_s[LF_N_PARTS];
-    double step_p50_s, step_p95_s, step_p99_s, step_max_s;
-    double overlap_efficiency;     /* of the sums */
+    double step_p50_s, step_p95_s, step_p99_s, step_max_s; /* percentiles within 3.2 %; of one step: its time */
+    double overlap_efficiency;     /* of the sums: max(busy) / wall; 0 without steps */
     double tokens_per_s;
     int32_t bottleneck;            /* LF_PART_* */
 } lf_clock_summary;
 
+/** @param[out] out NULL on error; release with lf_clock_close (NULL is allowed).  @return LF_OK; LF_ERR_NOMEM. */
 LF_API lf_status lf_clock_open(lf_clock **out);
 LF_API void lf_clock_close(lf_clock *clock);
+
+/** Steps, and parts by begin and end, belong to one thread, the trainer's; lf_clock_add and lf_clock_get to any.
+ *  @return LF_OK; LF_ERR_STATE (the last step was not ended). */
 LF_API lf_status lf_clock_step_begin(lf_clock *clock);
-/** Add time to a part of the current step: `exposed` seconds the step waited, `busy` seconds the part worked.
- *  Threads: the trainer's thread and crews' threads may add at the same time. */
+/** Give up a step that was begun: its time and what was added to it are dropped. No step open: nothing happens. */
+LF_API void lf_clock_step_cancel(lf_clock *clock);
+/** Add time to a part of the current step: `exposed` seconds the step waited, `busy` seconds the part worked. Time added
+ *  between two steps (by a writer, say) counts for the next one.
+ *  @return LF_OK; LF_ERR_INVALID (no such part, negative or not a number). Threads: any. */
 LF_API lf_status lf_clock_add(lf_clock *clock, int32_t part, double busy_s, double exposed_s);
-/** Time between a begin and an end on the trainer's thread, added as both busy and exposed. Parts do not nest. */
+/** Time between a begin and an end on the trainer's thread, added as both busy and exposed. Parts do not nest.
+ *  @return LF_OK; LF_ERR_INVALID (no such part); LF_ERR_STATE (no step, another part is open, or this one is not). */
 LF_API lf_status lf_clock_part_begin(lf_clock *clock, int32_t part);
 LF_API lf_status lf_clock_part_end(lf_clock *clock, int32_t part);
-/** End the step; time not given to any part counts as compute. @param last figures of this step alone, may be NULL. */
+/** End the step; time not given to any part counts as compute.
+ *  @param tokens trained on in this step.  @param last figures of this step alone, may be NULL.
+ *  @return LF_OK; LF_ERR_STATE (no step, or a part still open: named); LF_ERR_INVALID (negative tokens, size not set). */
 LF_API lf_status lf_clock_step_end(lf_clock *clock, int64_t tokens, lf_clock_summary *last);
+/** Figures of all steps that were ended.  @return LF_OK; LF_ERR_INVALID (size not set). Threads: any. */
 LF_API lf_status lf_clock_get(const lf_clock *clock, lf_clock_summary *summary);
 
 /** Options of a training run, section "train". The Python package reads them by the same rows. */

@@ -7,7 +7,7 @@
 #include "sculptor_int.h"
 
 /* Pairs compared in a second by an ordinary core: turns the time limit into a budget of work. */
-#define PAIRS_PER_SECOND 4e8
+#define PAIRS_PER_SECOND 6e8
 /* The search is cut off when a slow machine needs this many times the limit. */
 #define SLOWEST 4.0
 
