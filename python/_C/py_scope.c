@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The step clock. A part is given as LF_PART_* or by name. Calls take no time worth releasing the GIL for. */
+#include "py.h"
+
+#include <string.h>
+
+static const char kind[] = "lf_clock";
+
+static void close_clock(void *clock) { lf_clock_close(clock); }
+
+static PyObject *none_or_raise(lf_status rc)
+{
+    if (rc < 0) return lfpy_raise(rc);
+    Py_RETURN_NONE;
+}
+
+static int32_t part_of(PyObject *object)
+{
+    if (PyLong_Check(object)) {
+        long value = PyLong_AsLong(object);
+        if (value == -1 && PyErr_Occurred()) return -1;
+        if (value >= 0 && value < LF_N_PARTS) return (int32_t)value;
+    } else if (PyUnicode_Check(object)) {
+        const char *name = PyUnicode_AsUTF8AndSize(object, NULL);
+        if (!name) return -1;
+        for (int32_t i = 0; i < LF_N_PARTS; i++)
+            if (strcmp(name, lf_part_name(i)) == 0) return i;
+    }
+    PyErr_Format(PyExc_ValueError, "part is %R, expected compute, data, communication, io, optimizer or 0 to %d", object,
+                 LF_N_PARTS - 1);
+    return -1;
+}
+
+/* clock_open() -> handle */
+static PyObject *clock_open(PyObject *self, PyObject *none)
+{
+    (void)self, (void)none;
+    lf_clock *clock;
+    lf_status rc = lf_clock_open(&clock);
+    return rc < 0 ? lfpy_raise(rc) : lfpy_wrap(clock, kind, close_clock, NULL);
+}
+
+/* clock_step_begin(clock) */
+static PyObject *clock_step_begin(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    lf_clock *clock = lfpy_get(handle, kind);
+    return clock ? none_or_raise(lf_clock_step_begin(clock)) : NULL;
+}
+
+/* clock_step_cancel(clock) */
+static PyObject *clock_step_cancel(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    lf_clock *clock = lfpy_get(handle, kind);
+    if (!clock) return NULL;
+    lf_clock_step_cancel(clock);
+    Py_RETURN_NONE;
+}
+
+/* clock_add(clock, part, busy_s, exposed_s) */
+static PyObject *clock_add(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle, *part_object;
+    double busy, exposed;
+    if (!PyArg_ParseTuple(args, "OOdd", &handle, &part_object, &busy, &exposed)) return NULL;
+    lf_clock *clock = lfpy_get(handle, kind);
+    int32_t part = clock ? part_of(part_object) : -1;
+    return part < 0 ? NULL : none_or_raise(lf_clock_add(clock, part, busy, exposed));
+}
+
+static PyObject *on_part(PyObject *args, lf_status (*call)(lf_clock *, int32_t))
+{
+    PyObject *handle, *part_object;
+    if (!PyArg_ParseTuple(args, "OO", &handle, &part_object)) return NULL;
+    lf_clock *clock = lfpy_get(handle, kind);
+    int32_t part = clock ? part_of(part_object) : -1;
+    return part < 0 ? NULL : none_or_raise(call(clock, part));
+}
+
+/* clock_part_begin(clock, part) */
+static PyObject *clock_part_begin(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return on_part(args, lf_clock_part_begin);
+}
+
+/* clock_part_end(clock, part) */
+static PyObject *clock_part_end(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return on_part(args, lf_clock_part_end);
+}
+
+static PyObject *part_seconds(const double *seconds)
+{
+    PyObject *dict = PyDict_New();
+    for (int32_t i = 0; dict && i < LF_N_PARTS; i++) {
+        PyObject *value = PyFloat_FromDouble(seconds[i]);
+        if (!value || PyDict_SetItemString(dict, lf_part_name(i), value) < 0) Py_CLEAR(dict);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+static PyObject *summary_dict(const lf_clock_summary *s)
+{
+    PyObject *busy = part_seconds(s->busy_s), *exposed = part_seconds(s->exposed_s);
+    if (!busy || !exposed) {
+        Py_XDECREF(busy);
+        Py_XDECREF(exposed);
+        return NULL;
+    }
+    return Py_BuildValue("{s:L,s:L,s:d,s:N,s:N,s:d,s:d,s:d,s:d,s:d,s:d,s:s}", "steps", (long long)s->steps, "tokens",
+                         (long long)s->tokens, "wall_s", s->wall_s, "busy_s", busy, "exposed_s", exposed, "step_p50_s",
+                         s->step_p50_s, "step_p95_s", s->step_p95_s, "step_p99_s", s->step_p99_s, "step_max_s",
+                         s->step_max_s, "overlap_efficiency", s->overlap_efficiency, "tokens_per_s", s->tokens_per_s,
+                         "bottleneck", lf_part_name(s->bottleneck));
+}
+
+/* clock_step_end(clock, tokens) -> dict of this step */
+static PyObject *clock_step_end(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle;
+    long long tokens;
+    if (!PyArg_ParseTuple(args, "OL", &handle, &tokens)) return NULL;
+    lf_clock *clock = lfpy_get(handle, kind);
+    if (!clock) return NULL;
+    lf_clock_summary s = {.size = sizeof s};
+    lf_status rc = lf_clock_step_end(clock, tokens, &s);
+    return rc < 0 ? lfpy_raise(rc) : summary_dict(&s);
+}
+
+/* clock_summary(clock) -> dict of all steps */
+static PyObject *clock_summary(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    lf_clock *clock = lfpy_get(handle, kind);
+    if (!clock) return NULL;
+    lf_clock_summary s = {.size = sizeof s};
+    lf_status rc = lf_clock_get(clock, &s);
+    return rc < 0 ? lfpy_raise(rc) : summary_dict(&s);
+}
+
+PyMethodDef lfpy_scope_methods[] = {
+    {"clock_open", clock_open, METH_NOARGS, "A step clock."},
+    {"clock_step_begin", clock_step_begin, METH_O, "clock_step_begin(clock)."},
+    {"clock_step_cancel", clock_step_cancel, METH_O, "clock_step_cancel(clock): drop the open step."},
+    {"clock_add", clock_add, METH_VARARGS, "clock_add(clock, part, busy_s, exposed_s): from any thread."},
+    {"clock_part_begin", clock_part_begin, METH_VARARGS, "clock_part_begin(clock, part)."},
+    {"clock_part_end", clock_part_end, METH_VARARGS, "clock_part_end(clock, part)."},
+    {"clock_step_end", clock_step_end, METH_VARARGS, "clock_step_end(clock, tokens) -> dict of this step."},
+    {"clock_summary", clock_summary, METH_O, "clock_summary(clock) -> dict of all steps."},
+    {NULL, NULL, 0, NULL},
+};
