@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate(model): parameters on the map, mixtures of experts through ExpertLoom. undo() restores the stock module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .loom import unweave, weave
+from .mapping import ParameterMap, map_of
+
+
+def accelerate(model: nn.Module, *, options: dict | None = None, pool_bytes: dict | None = None) -> ParameterMap:
+    """Put a model on a map and give its mixtures of experts our forward. -> the map
+
+    Order: device and dtype, then ties and freezing, then accelerate, then an optimizer (`loongforge.AdamW(map)`), NexusSync and
+    CheckpointVault. The model's names, shapes and results stay. options: of section [map].
+    """
+    held = map_of(model)
+    if held is None:
+        held = ParameterMap(model, options, pool_bytes=pool_bytes)
+    elif options or pool_bytes:
+        raise RuntimeError("the model is on a map already, so options come too late; hint: undo(model) first")
+    weave(model)
+    return held
+
+
+def undo(model: nn.Module) -> None:
+    """Take a model off its map: parameters own their memory, forwards and state dicts are stock again."""
+    unweave(model)
+    held = map_of(model)
+    if held is not None:
+        held.release()

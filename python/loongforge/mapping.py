@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PyTorch model's parameters on the map: views of one slab, gradients written into it, masters kept beside it.
+
+The rules (docs/internals/python.md has them with reasons):
+
+* A `Parameter` keeps its identity; its `.data` becomes the view of its block, which is a storage of its own.
+* A gradient ends in the map's gradient plane. Where it has the parameter's dtype, `.grad` is that view from then on; otherwise
+  (bf16 weight, f32 gradient) `.grad` is None after the hook.
+* `optimizer.step()` consumes gradients. `zero_grad` in both forms does what it says.
+* At a step edge (`check`) every parameter must still be where the map put it.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from . import _C
+
+WEIGHT, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = range(5)
+ROLE_NAMES = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
+DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+FROZEN, NO_DECAY = 1, 2
+TAIL = 2**31 - 1  # after the last layer
+EMBED = -1  # before the first layer
+
+_maps: "weakref.WeakSet[ParameterMap]" = weakref.WeakSet()
+
+
+def current() -> "ParameterMap":
+    """The process's one map, which calls without a model act on."""
+    maps = list(_maps)
+    if len(maps) != 1:
+        found = "there is none" if not maps else f"there are {len(maps)}"
+        raise RuntimeError(f"this call acts on the current map, but {found}; hint: accelerate one model first, or pass model=")
+    return maps[0]
+
+
+def map_of(model: nn.Module) -> "ParameterMap | None":
+    """The map that holds the model's parameters, if any."""
+    return next((m for m in list(_maps) if m.model is model), None)
+
+
+# ---- where a parameter belongs -------------------------------------------------------------------------------------------
+
+
+def _layer_list(model: nn.Module) -> str:
+    """Path of the ModuleList that is the stack of layers: the one whose entries hold the most parameters, experts aside."""
+    best, best_size = "", -1
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and not name.endswith("experts"):
+            size = sum(p.numel() for p in module.parameters())
+            if size > best_size and "experts" not in name.split("."):
+                best, best_size = name, size
+    return best
+
+
+def locate(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Parameter name -> (layer, expert): layer EMBED before the stack of layers, TAIL behind it; expert -1 when dense."""
+    stack = _layer_list(model)
+    inside = re.compile(rf"^{re.escape(stack)}\.(\d+)\.") if stack else None
+    places, seen_stack = {}, False
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        layer = inside.match(name) if inside else None
+        seen_stack |= layer is not None
+        expert = re.search(r"(?:^|\.)experts\.(\d+)\.", name)
+        places[name] = (int(layer[1]) if layer else TAIL if seen_stack else EMBED, int(expert[1]) if expert else -1)
+    return places
+
+
+# ---- hooks that live inside the module and must not travel with a copy of it ----------------------------------------------------
+
+
+class _NoHook:
+    """What a hook becomes in a deepcopy or a pickle of the model: the copy is an ordinary model."""
+
+    def __call__(self, *args, **kwargs):
+        return None
+
+
+class _Hook:
+    def __init__(self, bound):
+        self._bound = weakref.WeakMethod(bound)
+
+    def __call__(self, *args, **kwargs):
+        method = self._bound()
+        return method(*args, **kwargs) if method else None
+
+    def __deepcopy__(self, memo):
+        return _NoHook()
+
+    def __reduce__(self):
+        return (_NoHook, ())
+
+
+class _Block:
+    """One owned parameter: its tensors in the map and what has happened to it."""
+
+    __slots__ = ("name", "names", "param", "index", "info", "weight", "grad", "master", "has_grad", "version", "group")
+
+    def __init__(self, name, param, index):
+        self.name, self.names, self.param, self.index = name, [name], param, index
+        self.info = self.weight = self.grad = self.master = None
+        self.has_grad = False
+        self.version = 0
+
+
+class ParameterMap:
+    """The map of one model.
+
+    model: its parameters all lie on one device. options: of section [map] (`loongforge config map`).
+    optimizer_state=False holds weights and gradients only, for a crew used alone beside another optimizer.
+    """
+
+    def __init__(self, model: nn.Module, options: dict | None = None, *, optimizer_state: bool = True, pool_bytes: dict | None = None):
+        if map_of(model) is not None:
+            raise RuntimeError("the model is on a map already; hint: loongforge.mapping.map_of(model) finds it")
+        refuse_wrapper(model, "a map")
+        devices = {p.device for p in model.parameters()}
+        if len(devices) != 1:
+            raise ValueError(f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}, expected one device")
+        self.model = model
+        self.torch_device = devices.pop()
+        self.options = dict(options or {}, optimizer_state=optimizer_state)
+        self.pool_bytes = dict(pool_bytes or {})
+        self.device = _C.device_open(str(self.torch_device))
+        self.generation = 0
+        self._state_dtype = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
+        self._listeners: list = []  # called with (block) when a gradient is final in the map
+        self._edges: list = []  # called at the end of a backward pass
+        self._replanned: list = []  # called after the map moved
+        self._callback_queued = False
+        self._defer = False
+        self.handle, self.blocks = self._build()
+        self._by_param = {id(b.param): b for b in self.blocks}
+        self._hook_module()
+        _maps.add(self)
+
+    # ---- building -------------------------------------------------------------------------------------------------------
+
+    def _describe(self):
+        """C map of the model as it is now, planned, and its blocks."""
+        handle, blocks, owners = _C.map_open(self.options), [], {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            if param.dtype not in DTYPES:
+                raise TypeError(f"{name} has dtype {param.dtype}, expected float32, bfloat16 or float16")
+            owner = owners.get(id(param))
+            layer, expert = self._places[name]
+            flags = (0 if param.requires_grad else FROZEN) | (NO_DECAY if param.dim() < 2 else 0)
+            index = _C.map_add(handle, name, tuple(param.shape), DTYPES[param.dtype], layer, expert, owner.index if owner else -1, flags)
+            if owner:
+                owner.names.append(name)
+            else:
+                owners[id(param)] = block = _Block(name, param, index)
+                blocks.append(block)
+        for pool, size in self.pool_bytes.items():
+            _C.map_set_pool_bytes(handle, pool, int(size))
+        _C.map_plan(handle)
+        return handle, blocks
+
+    def _build(self):
+        self._places = locate(self.model)
+        handle, blocks = self._describe()
+        _C.map_allocate(handle, self.device)
+        with torch.no_grad():
+            for b in blocks:
+                self._place(handle, b)
+        return handle, blocks
+
+    def _place(self, handle, b: _Block):
+        """Move one parameter into its block; masters start from the parameter's value."""
+        b.info = _C.map_block(handle, b.index)
+        b.weight = torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, b.index, WEIGHT))
+        b.weight.copy_(b.param.detach())
+        roles = _C.map_classes(handle)[b.info["klass"]]["role_dtype"]
+        b.grad = torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, b.index, GRAD)) if roles[GRAD] else None
+        b.master = torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, b.index, MASTER)) if roles[MASTER] else None
+        if b.master is not None:
+            b.master.copy_(b.weight)
+        b.param.data = b.weight
+        b.version = b.param._version
+        if b.param.requires_grad:
+            b.param.register_post_accumulate_grad_hook(_Hook(self._gradient_ready))
+
+    def _hook_module(self):
+        m = self.model
+        self._removers = [
+            m.register_state_dict_post_hook(_Hook(self._export_state)),
+            m.register_load_state_dict_pre_hook(_Hook(self._before_load)),
+            m.register_load_state_dict_post_hook(_Hook(self._after_load)),
+            m.register_forward_pre_hook(_Hook(self._before_forward)),
+        ]
+        self._incoming: dict = {}
+
+    def set_pool_size(self, pool: str, size_bytes: float) -> None:
+        """Give a pool room (`expert_3`: that expert in every layer) and plan anew; contents and views follow."""
+        self.pool_bytes[pool] = int(size_bytes)
+        try:
+            self.replan()
+        except Exception:
+            del self.pool_bytes[pool]
+            raise
+
+    def replan(self) -> None:
+        """Plan and move everything into a new map: after a pool's size or what is trainable has changed. At a step edge."""
+        old_handle, old_blocks = self.handle, self.blocks
+        values = {}
+        for b in old_blocks:
+            values[b.name] = {role: self.tensor(b, role) for role in range(5)}
+        handle, blocks = self._describe()
+        _C.map_allocate(handle, self.device)
+        grads = {b.name: (b.has_grad, b.param.grad is not None and b.grad is not None and b.param.grad.data_ptr() == b.grad.data_ptr()) for b in old_blocks}
+        with torch.no_grad():
+            for b in blocks:
+                had_hook = next((o for o in old_blocks if o.param is b.param and o.grad is not None), None)
+                if had_hook is not None and b.param._post_accumulate_grad_hooks:
+                    b.param._post_accumulate_grad_hooks.clear()
+                self._place(handle, b)
+                for role, old in values[b.name].items():
+                    new = self.tensor(b, role, handle)
+                    if old is not None and new is not None:
+                        new.copy_(old)
+                b.has_grad, was_view = grads[b.name]
+                if was_view:
+                    b.param.grad = b.grad
+        self.handle, self.blocks = handle, blocks
+        self._by_param = {id(b.param): b for b in blocks}
+        self.generation += 1
+        for told in list(self._replanned):
+            told()
+
+    def tensor(self, block: _Block, role: int, handle=None) -> "torch.Tensor | None":
+        """View of one role of a block, None where its class has no such role."""
+        handle = handle or self.handle
+        klass = _C.map_block(handle, block.index)["klass"]
+        if not _C.map_classes(handle)[klass]["role_dtype"][role]:
+            return None
+        return torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, block.index, role))
+
+    def block_of(self, param) -> "_Block | None":
+        return self._by_param.get(id(param))
+
+    # ---- gradients ------------------------------------------------------------------------------------------------------
+
+    def on_gradient(self, fn) -> None:
+        self._listeners.append(fn)
+
+    def on_backward_end(self, fn) -> None:
+        self._edges.append(fn)
+
+    def on_replan(self, fn) -> None:
+        self._replanned.append(fn)
+
+    @contextmanager
+    def no_sync(self):
+        """Gradients are accumulated but not announced: for all micro steps but the last."""
+        before, self._defer = self._defer, True
+        try:
+            yield
+        finally:
+            self._defer = before
+
+    def _gradient_ready(self, param) -> None:
+        """Runs when autograd has finished a parameter's gradient of this backward pass."""
+        b = self._by_param.get(id(param))
+        if b is None or b.grad is None:
+            return
+        grad = param.grad
+        if grad is not None and grad.data_ptr() != b.grad.data_ptr():
+            self._take(b, grad)
+        self.announce(b)
+
+    def _take(self, b: _Block, grad) -> None:
+        """Bring a temporary gradient into the map and drop it."""
+        if grad.is_sparse:
+            raise TypeError(f"{b.name} has a sparse gradient; hint: sparse=False, the map holds dense ones")
+        same = grad.dtype == b.grad.dtype
+        # A same-dtype .grad that is not the view holds the whole sum (autograd adds into it); another dtype is added by us.
+        _C.loom_add(self.device, 0, b.grad.data_ptr(), DTYPES[b.grad.dtype], grad.contiguous().data_ptr(), DTYPES[grad.dtype],
+                    grad.numel(), bool(b.has_grad and not same))
+        b.param.grad = b.grad if same else None
+
+    def announce(self, b: _Block) -> None:
+        """The block's gradient is in the map. Direct writers (fused backward passes) call this themselves."""
+        b.has_grad = True
+        if self._defer:
+            return
+        if self._edges and not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        for fn in self._listeners:
+            fn(b)
+
+    def _backward_ended(self) -> None:
+        self._callback_queued = False
+        for fn in self._edges:
+            fn()
+
+    def gradients_present(self) -> list:
+        """Blocks whose gradient belongs to the coming optimizer step."""
+        ready = []
+        for b in self.blocks:
+            if b.grad is None:
+                continue
+            if b.grad.dtype == b.param.dtype:
+                self._adopt_user_gradient(b)
+            if b.has_grad:
+                ready.append(b)
+        return ready
+
+    def _adopt_user_gradient(self, b: _Block) -> None:
+        """`.grad` is the truth where it can be: None means no gradient, another tensor is copied in."""
+        grad = b.param.grad
+        b.has_grad = grad is not None
+        if grad is not None and grad.data_ptr() != b.grad.data_ptr():
+            self._take(b, grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for b in self.blocks:
+            b.has_grad = b.has_grad and not set_to_none
+            if b.grad is not None and not set_to_none:
+                b.grad.zero_()
+            if set_to_none:
+                b.param.grad = None
+
+    def consume_gradients(self) -> None:
+        """After an optimizer step: gradients of another dtype than the weight start anew (their .grad is None anyway)."""
+        for b in self.blocks:
+            if b.grad is not None and b.grad.dtype != b.param.dtype:
+                b.has_grad = False
+
+    # ---- step edge --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every parameter is still the model's, in its place and as trainable as planned; otherwise an error names it."""
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        for b in self.blocks:
+            for name in b.names:
+                if now.get(name) is not b.param:
+                    raise RuntimeError(f"parameter {name} was replaced (load_state_dict(assign=True), or an assignment); hint: load_state_dict "
+                                       "without assign, or accelerate the model again")
+            if b.param.data_ptr() != b.weight.data_ptr():
+                raise RuntimeError(f"parameter {b.name} left the map (.to(), .half(), a wrapper such as FSDP, or .data =); expected it at "
+                                   f"{b.weight.data_ptr():#x}, found {b.param.data_ptr():#x}; hint: choose device and dtype before accelerate")
+            if b.param.requires_grad != (b.grad is not None):
+                state = "unfrozen" if b.param.requires_grad else "frozen"
+                raise RuntimeError(f"parameter {b.name} was {state} after planning; hint: call replan() on its map")
+
+    def refresh(self) -> None:
+        """Take weights as they are now into their masters. Needed by hand only after edits through `.data`."""
+        with torch.no_grad():
+            for b in self.blocks:
+                if b.master is not None:
+                    b.master.copy_(b.weight)
+                b.version = b.param._version
+
+    def take_edits(self) -> None:
+        """In-place edits (`with torch.no_grad(): p.mul_(…)`) raise a tensor's version: their masters follow."""
+        for b in self.blocks:
+            if b.param._version != b.version:
+                if b.master is not None:
+                    with torch.no_grad():
+                        b.master.copy_(b.weight)
+                b.version = b.param._version
+
+    def weights_written(self, blocks) -> None:
+        """The library wrote these weights: saved graphs must notice, and it is no edit of the user's."""
+        torch.autograd.graph.increment_version([b.param for b in blocks])
+        for b in blocks:
+            b.version = b.param._version
+
+    def _before_forward(self, module, args) -> None:
+        if module is not self.model:
+            return
+        ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if ddp is not None and ddp.module is self.model:
+            refuse_wrapper(ddp, "the map")
+
+    # ---- state dicts --------------------------------------------------------------------------------------------------------
+
+    def _export_state(self, module, state, prefix, local_metadata) -> None:
+        """Parameters that were float32 before they were put on the map leave as float32: their masters."""
+        if module is not self.model:
+            return
+        self.take_edits()
+        for b in self.blocks:
+            for name in b.names:
+                if b.master is not None and self._state_dtype.get(name) == b.master.dtype and prefix + name in state:
+                    state[prefix + name] = b.master
+
+    def _before_load(self, module, state, prefix, *rest) -> None:
+        if module is self.model:
+            self._incoming = {n: state[prefix + n] for b in self.blocks if b.master is not None for n in b.names if prefix + n in state}
+
+    def _after_load(self, module, incompatible) -> None:
+        if module is not self.model:
+            return
+        with torch.no_grad():
+            for b in self.blocks:
+                value = next((self._incoming[n] for n in b.names if n in self._incoming), None)
+                if value is not None and value.shape == b.master.shape:
+                    b.master.copy_(value)
+                b.version = b.param._version
+        self._incoming = {}
+
+    # ---- leaving --------------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again and take the hooks off; the model is then an ordinary one."""
+        with torch.no_grad():
+            for b in self.blocks:
+                b.param.data = b.weight.clone()
+                if b.param.grad is not None and b.grad is not None and b.param.grad.data_ptr() == b.grad.data_ptr():
+                    b.param.grad = b.grad.clone()
+                if b.param._post_accumulate_grad_hooks:
+                    b.param._post_accumulate_grad_hooks.clear()
+        for remover in self._removers:
+            remover.remove()
+        _maps.discard(self)
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a map cannot be copied; hint: copy.deepcopy(model) gives a model outside it")
+
+    # ---- for people -----------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """A few lines: classes, pools and groups with their sizes."""
+        lines = [f"map of {len(self.blocks)} parameters, {_C.map_bytes(self.handle) / 2**20:.1f} MiB on {self.torch_device}"]
+        for name, ranges in _C.map_groups(self.handle).items():
+            lines.append(f"  group {name:6} {sum(r[2] for r in ranges):>12,} elements in {len(ranges)} ranges")
+        return "\n".join(lines)
+
+
+def refuse_wrapper(model, beside: str) -> None:
+    """DDP and FSDP move or reduce gradients themselves: beside ours every gradient would be reduced twice."""
+    names = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+    found = names & {c.__name__ for c in type(model).__mro__}
+    if found:
+        raise RuntimeError(f"the model is wrapped in {found.pop()}, which reduces gradients itself; beside {beside} they would be reduced twice; "
+                           "hint: pass the bare module and let NexusSync reduce")

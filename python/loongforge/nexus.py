@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NexusSync: gradient ranges of the map reduced over ranks while backward goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _C
+from .mapping import ParameterMap, current, map_of, refuse_wrapper
+
+_DTYPE_BACK = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.float64, 5: torch.int64}
+_syncs: "weakref.WeakSet[NexusSync]" = weakref.WeakSet()
+
+
+class TorchTransport:
+    """Collectives of a torch.distributed process group behind the library's transport table.
+
+    Called by the library from whichever thread finishes a gradient; `post` returns at once, `wait` blocks.
+    """
+
+    def __init__(self, group=None, *, views=None):
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._views = views or (lambda address, count, dtype: None)
+        self._work: dict = {}
+        self._next = 0
+
+    def post(self, address: int, count: int, dtype: int, stream: int) -> int:
+        tensor = self._views(address, count, dtype)
+        if tensor is None:
+            tensor = _tensor_at(address, count, dtype)
+        self._next += 1
+        self._work[self._next] = (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        return self._next
+
+    def wait(self, ticket: int, stream: int, timeout_s: float) -> None:
+        work, _ = self._work.pop(ticket)
+        started = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if time.monotonic() - started >= 0.9 * timeout_s or "imed out" in str(error):
+                raise TimeoutError(f"no answer from the other ranks within {timeout_s:g} s; hint: look at rank logs, a peer may have died") from error
+            raise
+
+
+def _tensor_at(address: int, count: int, dtype: int):
+    """Host memory as a flat tensor, borrowed for the length of one collective."""
+    import ctypes
+
+    size = torch.empty(0, dtype=_DTYPE_BACK[dtype]).element_size()
+    buffer = (ctypes.c_char * (count * size)).from_address(address)
+    return torch.frombuffer(buffer, dtype=_DTYPE_BACK[dtype], count=count)
+
+
+class NexusSync:
+    """Reduce a model's gradients over all ranks, in the map's order, hidden behind backward.
+
+    model: accelerated, or an ordinary module, which is then put on a map of weights and gradients.
+    comm_strategy: hybrid, dense or sparse; other options of section [nexus] by name (`loongforge config nexus`).
+    When `loss.backward()` returns, gradients are reduced. `with sync.no_sync():` around all micro steps but the last.
+    Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.
+    """
+
+    def __init__(self, model: nn.Module, comm_strategy: str = "hybrid", *, group=None, priority: int | None = None, **options):
+        refuse_wrapper(model, "NexusSync")
+        if any(s.map.model is model for s in list(_syncs)):
+            raise RuntimeError("the model has a NexusSync already: two would reduce its gradients twice; hint: close() the first")
+        self.map: ParameterMap = map_of(model) or ParameterMap(model, optimizer_state=False)
+        self.options = dict(options, comm_strategy=comm_strategy)
+        if priority is not None:
+            self.options["priority"] = priority
+        self.group = group
+        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.transport = TorchTransport(group) if self.world > 1 else "loopback"
+        self.ignored_environment = check_environment()
+        self._begun = False
+        self._open()
+        self.map.on_gradient(self._ready)
+        self.map.on_backward_end(self._finish)
+        self.map.on_replan(self._reopen)
+        _syncs.add(self)
+
+    def _open(self) -> None:
+        self.handle = _C.nexus_open(self.map.handle, self.transport, self.options)
+
+    def _reopen(self) -> None:
+        self.handle.close()
+        self._open()
+
+    def _ready(self, block) -> None:
+        if not self._begun:
+            _C.nexus_begin(self.handle)
+            self._begun = True
+        _C.nexus_mark(self.handle, block.index, 0)
+
+    def _finish(self) -> None:
+        """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient."""
+        if not self._begun:
+            return
+        self._begun = False
+        _C.nexus_finish(self.handle, 0)
+        if self.world == 1:
+            return
+        for b in self.map.blocks:  # one without a token here got the others' gradient
+            if b.grad is not None and not b.has_grad:
+                b.has_grad = True
+                if b.grad.dtype == b.param.dtype:
+                    b.param.grad = b.grad
+
+    def no_sync(self):
+        return self.map.no_sync()
+
+    def broadcast_weights(self) -> None:
+        """Rank 0's weights to all ranks, so that replicas start equal."""
+        if self.world == 1:
+            return
+        with torch.no_grad():
+            for b in self.map.blocks:
+                dist.broadcast(b.weight, 0, group=self.group)
+        self.map.refresh()
+
+    def reduce_stats(self, stats: torch.Tensor) -> torch.Tensor:
+        """Sum of a small tensor over ranks: what a model's balance loss wants."""
+        if self.world == 1:
+            return stats
+        total = stats.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @staticmethod
+    def backward_hook(module, grad_input, grad_output) -> None:
+        """For `module.register_full_backward_hook`, as the brief's listing does: gradients are announced by the map itself, so this
+        only makes sure that someone listens."""
+        held = current()
+        if not any(s.map is held for s in list(_syncs)):
+            raise RuntimeError("NexusSync.backward_hook ran, but no NexusSync exists for the current map; hint: NexusSync(model=…) before training")
+
+    def chunks(self) -> list:
+        return _C.nexus_chunks(self.handle)
+
+    def stats(self) -> dict:
+        """Collectives, bytes, exposed seconds, p50/p95/p99 of one collective."""
+        return _C.nexus_stats(self.handle)
+
+    def close(self) -> None:
+        self.handle.close()
+        for hooks, fn in ((self.map._listeners, self._ready), (self.map._edges, self._finish), (self.map._replanned, self._reopen)):
+            if fn in hooks:
+                hooks.remove(fn)
+        _syncs.discard(self)
+
+
+def check_environment() -> list:
+    """Settings under which a failed collective goes unnoticed; each comes back as a sentence, and is logged once by callers."""
+    found = []
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if os.environ.get(name) == "0":
+            found.append(f"{name}=0: a failed NCCL collective leaves gradients unreduced without an error; unset it")
+    return found
+
+
+# ---- the two calls by themselves -----------------------------------------------------------------------------------------------
+
+
+def nccl_allreduce(grad: torch.Tensor, chunk_size: int = 16 << 20, group=None) -> torch.Tensor:
+    """Sum `grad` over ranks in place, in chunks of `chunk_size` bytes posted together. grad: any shape, contiguous -> grad"""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected 1 or more bytes")
+    if not grad.is_contiguous():
+        raise ValueError("grad is not contiguous; hint: grad.contiguous()")
+    if not (dist.is_available() and dist.is_initialized()):
+        return grad
+    flat = grad.view(-1)
+    step = max(1, chunk_size // grad.element_size())
+    for work in [dist.all_reduce(part, group=group, async_op=True) for part in flat.split(step)]:
+        work.wait()
+    return grad
+
+
+_residuals = WeakTensorKeyDictionary()
+_turns: dict = {}
+
+
+def topk_allreduce(grad: torch.Tensor, k_ratio: float = 0.15, group=None, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum over ranks of the k_ratio of entries that one rank in turn finds largest, with error feedback. -> dense, of grad's shape
+
+    grad: any shape, left as it is. residual: of grad's shape, updated in place: what was not sent is added to the next call's
+    gradient, so nothing is lost (sent + residual equals grad + old residual exactly). Left out, it is kept for this tensor
+    object; pass it when `grad` is a new tensor each step. All ranks call in the same order.
+    Cyclic local top-k: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression", NeurIPS 2020.
+    """
+    if not 0 < k_ratio <= 1:
+        raise ValueError(f"k_ratio is {k_ratio}, expected above 0 and at most 1")
+    if grad.numel() >= 2**31:
+        raise ValueError(f"grad has {grad.numel()} entries, expected fewer than 2^31; hint: reduce it in parts")
+    if residual is None:
+        residual = _residuals.setdefault(grad, torch.zeros_like(grad))
+    value = grad.detach().reshape(-1) + residual.view(-1)
+    k = max(1, round(k_ratio * value.numel()))
+    index = value.abs().topk(k).indices.sort().values.int()
+    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if world > 1:
+        turn = _turns[group] = (_turns.get(group, -1) + 1) % world
+        dist.broadcast(index, dist.get_global_rank(group, turn) if group else turn, group=group)
+    index = index.long()
+    sent = value[index]
+    residual.view(-1).copy_(value)
+    residual.view(-1)[index] = 0
+    if world > 1:
+        dist.all_reduce(sent, group=group)
+    return torch.zeros_like(value).index_copy_(0, index, sent).view_as(grad)
