@@ -54,6 +54,7 @@ typedef struct cmd_spec {
     const char *help;            /* one or more lines, may be NULL */
     const cmd_section *sections; /* searched in this order for a key without a section's name */
     int n_sections;
+    int n_plain; /* keys of the first n_plain sections may stand without their section's name; 0: of all */
     const cmd_extra *extras;
     int n_extras;
     int min_words, max_words; /* arguments without dashes; at most CMD_MAX_WORDS */
@@ -87,6 +88,12 @@ const char *cmd_bytes(char *text, size_t size, int64_t bytes);
 const char *cmd_seconds(char *text, size_t size, double seconds);
 /** Monotonic seconds. */
 double cmd_now(void);
+
+/** argv[0] of the process; set by main. */
+extern const char *cmd_program;
+/** The Python that the package belongs to: beside the command as it was called, else beside its file, else on the PATH.
+ *  Returns path (size bytes), NULL when there is none. */
+const char *cmd_find_python(char *path, size_t size);
 
 /* ---- progress -------------------------------------------------------------------------------------------------------- */
 

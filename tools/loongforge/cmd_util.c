@@ -41,9 +41,11 @@ int cmd_fail_usage(const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    print_message(format, args, "");
+    wipe_bar();
+    fprintf(stderr, "loongforge: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "; hint: --help lists the arguments\n");
     va_end(args);
-    fprintf(stderr, "loongforge: hint: --help lists the arguments\n");
     return CMD_USAGE;
 }
 
@@ -190,7 +192,7 @@ static int fail_unknown(const cmd_spec *spec, const char *key, const char *given
     if (spec->n_sections == 0) return cmd_fail_usage("unknown argument '%s'", given);
     for (int i = 0; i < spec->n_sections; i++) {
         (void)lf_options_set(spec->sections[i].name, spec->sections[i].options, key, "");
-        if (strstr(lf_error_text(), "did you mean")) break;
+        if (strstr(lf_error_text(), "did you mean") && (!spec->n_plain || i < spec->n_plain)) break;
         if (i == spec->n_sections - 1) (void)lf_options_set(spec->sections[0].name, spec->sections[0].options, key, "");
     }
     cmd_fail_lf(NULL);
@@ -214,6 +216,7 @@ static int take_argument(const cmd_spec *spec, argument *a)
     const char *key = a->key, *dot = strchr(key, '.');
     for (int i = 0; i < spec->n_sections; i++) {
         const cmd_section *s = &spec->sections[i];
+        if (!dot && spec->n_plain && i >= spec->n_plain) continue;
         if (dot && (strlen(s->name) != (size_t)(dot - key) || strncmp(s->name, key, (size_t)(dot - key)) != 0)) continue;
         const lf_option *row = find_option(s, dot ? dot + 1 : key);
         if (row) return set_option(s, row, a);

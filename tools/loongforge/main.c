@@ -12,6 +12,7 @@ static const struct command {
     LF_COMMANDS(ROW)
 #undef ROW
 };
+const char *cmd_program = "loongforge";
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
 
 static void print_commands(FILE *to)
@@ -46,6 +47,7 @@ int main(int argc, char **argv)
 {
     int32_t level = LF_LOG_WARN;
     int at = 1;
+    if (argc > 0) cmd_program = argv[0];
     for (; at < argc && argv[at][0] == '-'; at++) {
         if (strcmp(argv[at], "--verbose") == 0 || strcmp(argv[at], "-v") == 0) level = LF_LOG_DEBUG;
         else if (strcmp(argv[at], "--quiet") == 0 || strcmp(argv[at], "-q") == 0) level = LF_LOG_ERROR;
