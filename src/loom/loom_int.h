@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file loom_int.h  The table of ExpertLoom's kernels; see docs/internals/loom.md.
+ *
+ *  loom.c checks arguments, turns a call into an args struct and hands it to the device's table. The CPU's table runs it on
+ *  the calling thread (a stream's worker, when the work was queued); another device's launches it on `call->stream`. */
+#ifndef LF_LOOM_INT_H
+#define LF_LOOM_INT_H
+
+#include "base/base.h"
+#include "device/device_int.h"
+#include "loongforge/loom.h"
+
+enum {
+    LF_LOOM_BLOCK = 16384, /* elements of a sweep that are one unit of work and of summation */
+    LF_LOOM_TILE = 1024,   /* elements that are converted at once; a few tiles fit the first cache */
+};
+
+typedef struct lf__loom_gumbel_args {
+    const int64_t *token;
+    int64_t n, seed;
+    int32_t e, step, layer;
+    float *noise;
+} lf__loom_gumbel_args;
+
+typedef struct lf__loom_route_args {
+    const float *logits, *noise, *dweight;
+    const uint8_t *valid;
+    int64_t n;
+    int32_t e, k;
+    float temperature;
+    lf_routing routing;
+    float *dlogits; /* backward only, like dweight */
+} lf__loom_route_args;
+
+/* permute: a = x, out = xs. Its backward: a = dxs, out = dx. combine: a = ys, out = y. Its backward: a = ys, b = dy,
+ * out = dys, dweight. */
+typedef struct lf__loom_rows_args {
+    lf_routing routing;
+    const void *a, *b;
+    int64_t n, d;
+    int32_t e, k, dtype;
+    void *out;
+    float *dweight;
+} lf__loom_rows_args;
+
+/* One range of a class with the addresses of its planes; those a sweep does not use are NULL. */
+typedef struct lf__loom_piece {
+    void *weight, *grad, *master, *exp_avg, *exp_avg_sq;
+    int64_t count;
+    int64_t first_block; /* blocks in the pieces before it */
+    int32_t weight_dtype, grad_dtype;
+} lf__loom_piece;
+
+/* sumsq reads `grad` of each piece, whatever role it is. */
+typedef struct lf__loom_sweep_args {
+    const lf__loom_piece *pieces; /* host memory, valid during the call */
+    int32_t n_pieces;
+    int64_t n_blocks;
+    const lf_adamw *hyper; /* adamw */
+    double *partial, *out; /* sumsq; partial: (n_blocks) host memory */
+} lf__loom_sweep_args;
+
+typedef struct lf__loom_add_args {
+    void *dst;
+    const void *src;
+    int64_t count;
+    int32_t dst_dtype, src_dtype, accumulate;
+} lf__loom_add_args;
+
+typedef union lf__loom_args {
+    lf__loom_gumbel_args gumbel;
+    lf__loom_route_args route;
+    lf__loom_rows_args rows;
+    lf__loom_sweep_args sweep;
+    lf__loom_add_args add;
+} lf__loom_args;
+
+/* Where to run. The CPU's kernels ignore it. */
+typedef struct lf__loom_call {
+    void *context; /* the device table's */
+    void *stream;  /* native; meaningless when `now` */
+    int32_t now;   /* 1: finished on return */
+} lf__loom_call;
+
+typedef lf_status (*lf__loom_fn)(const lf__loom_call *call, const lf__loom_args *args);
+
+typedef struct lf__loom_kernels {
+    uint32_t size; /* sizeof(lf__loom_kernels) */
+    const char *name;
+    lf__loom_fn gumbel, route, route_backward;
+    lf__loom_fn permute, permute_backward, combine, combine_backward;
+    lf__loom_fn adamw, sumsq, add;
+} lf__loom_kernels;
+
+extern const lf__loom_kernels lf__loom_cpu;
+
+/* loom_cpu_route.c */
+lf_status lf__loom_cpu_gumbel(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_route(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_route_backward(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cpu_rows.c */
+lf_status lf__loom_cpu_permute(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_permute_backward(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_combine(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_combine_backward(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cpu_sweep.c */
+lf_status lf__loom_cpu_adamw(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_sumsq(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_add(const lf__loom_call *call, const lf__loom_args *args);
+
+/** fn(user, from, to) over [0, n) in pieces worth a thread's while; `cost` is the work of one item in element operations.
+ *  Small work stays on the calling thread. */
+typedef void (*lf__loom_span_fn)(const void *user, int64_t from, int64_t to);
+void lf__loom_spans(int64_t n, int64_t cost, lf__loom_span_fn fn, const void *user);
+/** The threads that lf_loom_set_threads allows. */
+int32_t lf__loom_threads(void);
+
+#endif
