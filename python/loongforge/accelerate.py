@@ -9,16 +9,17 @@ from .loom import unweave, weave
 from .mapping import ParameterMap, map_of
 
 
-def accelerate(model: nn.Module, *, options: dict | None = None, pool_bytes: dict | None = None) -> ParameterMap:
+def accelerate(model: nn.Module, *, dtype=None, options: dict | None = None, pool_bytes: dict | None = None) -> ParameterMap:
     """Put a model on a map and give its mixtures of experts our forward. -> the map
 
     Order: device and dtype, then ties and freezing, then accelerate, then an optimizer (`loongforge.AdamW(map)`), NexusSync and
-    CheckpointVault. The model's names, shapes and results stay. options: of section [map].
+    CheckpointVault. The model's names and shapes stay, its results too unless dtype asks for other weights (torch.bfloat16: f32
+    masters, and state dicts in the original dtype). options: of section [map].
     """
     held = map_of(model)
     if held is None:
-        held = ParameterMap(model, options, pool_bytes=pool_bytes)
-    elif options or pool_bytes:
+        held = ParameterMap(model, options, dtype=dtype, pool_bytes=pool_bytes)
+    elif dtype or options or pool_bytes:
         raise RuntimeError("the model is on a map already, so options come too late; hint: undo(model) first")
     weave(model)
     return held

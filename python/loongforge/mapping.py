@@ -75,6 +75,11 @@ def locate(model: nn.Module) -> dict[str, tuple[int, int]]:
 # ---- hooks that live inside the module and must not travel with a copy of it ----------------------------------------------------
 
 
+def is_kept_in_f32(name: str, param) -> bool:
+    """Norms, biases and routers: small, and precision there is worth more than bytes."""
+    return param.dim() < 2 or "router" in name.split(".") or (name.endswith("gate.weight") and "experts" not in name)
+
+
 class _NoHook:
     """What a hook becomes in a deepcopy or a pickle of the model: the copy is an ordinary model."""
 
@@ -113,10 +118,13 @@ class ParameterMap:
     """The map of one model.
 
     model: its parameters all lie on one device. options: of section [map] (`loongforge config map`).
+    dtype: of the weights, default as they are; parameters for which keep_f32(name, param) holds (norms and routers) stay f32.
+    Masters start from the values before that conversion, and state dicts go on to carry the original dtype.
     optimizer_state=False holds weights and gradients only, for a crew used alone beside another optimizer.
     """
 
-    def __init__(self, model: nn.Module, options: dict | None = None, *, optimizer_state: bool = True, pool_bytes: dict | None = None):
+    def __init__(self, model: nn.Module, options: dict | None = None, *, dtype=None, keep_f32=None, optimizer_state: bool = True,
+                 pool_bytes: dict | None = None):
         if map_of(model) is not None:
             raise RuntimeError("the model is on a map already; hint: loongforge.mapping.map_of(model) finds it")
         refuse_wrapper(model, "a map")
@@ -130,6 +138,8 @@ class ParameterMap:
         self.device = _C.device_open(str(self.torch_device))
         self.generation = 0
         self._state_dtype = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
+        keep = keep_f32 or is_kept_in_f32
+        self._dtype = {n: dtype if dtype and not keep(n, p) else p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
         self._listeners: list = []  # called with (block) when a gradient is final in the map
         self._edges: list = []  # called at the end of a backward pass
         self._replanned: list = []  # called after the map moved
@@ -146,12 +156,13 @@ class ParameterMap:
         """C map of the model as it is now, planned, and its blocks."""
         handle, blocks, owners = _C.map_open(self.options), [], {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
-            if param.dtype not in DTYPES:
-                raise TypeError(f"{name} has dtype {param.dtype}, expected float32, bfloat16 or float16")
+            dtype = self._dtype[name]
+            if dtype not in DTYPES:
+                raise TypeError(f"{name} has dtype {dtype}, expected float32, bfloat16 or float16")
             owner = owners.get(id(param))
             layer, expert = self._places[name]
             flags = (0 if param.requires_grad else FROZEN) | (NO_DECAY if param.dim() < 2 else 0)
-            index = _C.map_add(handle, name, tuple(param.shape), DTYPES[param.dtype], layer, expert, owner.index if owner else -1, flags)
+            index = _C.map_add(handle, name, tuple(param.shape), DTYPES[dtype], layer, expert, owner.index if owner else -1, flags)
             if owner:
                 owner.names.append(name)
             else:
@@ -180,7 +191,7 @@ class ParameterMap:
         b.grad = torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, b.index, GRAD)) if roles[GRAD] else None
         b.master = torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, b.index, MASTER)) if roles[MASTER] else None
         if b.master is not None:
-            b.master.copy_(b.weight)
+            b.master.copy_(b.param.detach())
         b.param.data = b.weight
         b.version = b.param._version
         if b.param.requires_grad:

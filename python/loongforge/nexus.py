@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C
-from .mapping import ParameterMap, current, map_of, refuse_wrapper
+from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
 
 _DTYPE_BACK = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.float64, 5: torch.int64}
 _syncs: "weakref.WeakSet[NexusSync]" = weakref.WeakSet()
@@ -119,14 +119,16 @@ class NexusSync:
     def no_sync(self):
         return self.map.no_sync()
 
-    def broadcast_weights(self) -> None:
-        """Rank 0's weights to all ranks, so that replicas start equal."""
+    def broadcast_state(self) -> None:
+        """Rank 0's weights, masters and moments to all ranks, so that replicas start equal."""
         if self.world == 1:
             return
-        with torch.no_grad():
-            for b in self.map.blocks:
-                dist.broadcast(b.weight, 0, group=self.group)
-        self.map.refresh()
+        for klass, info in enumerate(_C.map_classes(self.map.handle)):
+            for role, dtype in enumerate(info["role_dtype"]):
+                if dtype and role != GRAD:
+                    plane = torch.utils.dlpack.from_dlpack(_C.map_flat(self.map.handle, klass, 0, info["count"], role))
+                    dist.broadcast(plane, dist.get_global_rank(self.group, 0) if self.group else 0, group=self.group)
+        self.map.weights_written(self.map.blocks)
 
     def reduce_stats(self, stats: torch.Tensor) -> torch.Tensor:
         """Sum of a small tensor over ranks: what a model's balance loss wants."""

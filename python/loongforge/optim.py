@@ -41,6 +41,11 @@ class AdamW(torch.optim.Optimizer):
         self._hyper = torch.zeros(8, dtype=torch.float32, device=map.torch_device)
         self._sumsq = torch.zeros(1, dtype=torch.float64, device=map.torch_device)
 
+    def add_param_group(self, param_group) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "_hyper"):  # not while torch's constructor adds the first ones
+            self._bind_state()
+
     def _bind_state(self) -> None:
         """Moments are views of the map; step counts are tensors, as torch has them."""
         self._sweeps.clear()
@@ -117,5 +122,5 @@ class AdamW(torch.optim.Optimizer):
 
     def _sweep(self, group, step: int, blocks) -> None:
         beta1, beta2 = group["betas"]
-        self._hyper.copy_(torch.tensor([group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 1 - beta1**step, 1 - beta2**step, self._scale]))
+        self._hyper.copy_(torch.tensor([1 - group["lr"] * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"], group["lr"] / (1 - beta1**step), math.sqrt(1 - beta2**step), self._scale]))
         _C.loom_adamw(self.map.handle, 0, self._ranges(blocks), self._hyper.data_ptr())

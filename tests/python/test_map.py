@@ -211,17 +211,24 @@ def test_state_dict_round_trip(ids):
 
 def test_f32_state_leaves_and_enters_through_masters(ids):
     model = net()
-    names = {n: p.dtype for n, p in model.named_parameters()}
-    held = ParameterMap(model.to(torch.bfloat16))
-    held._state_dtype = {n: torch.float32 for n in names}  # as accelerate(dtype=bfloat16) records it
+    before = copy.deepcopy(model.state_dict())
+    held = ParameterMap(model, dtype=torch.bfloat16, keep_f32=lambda name, p: False)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    for n, v in model.state_dict().items():
+        same(v, before[n])  # exact: masters start from the values before rounding
     train(model, AdamW(held, lr=1e-4), ids)
-    state = model.state_dict()
-    assert all(v.dtype == torch.float32 for v in state.values())
-    wanted = {n: v * 1.0001 for n, v in state.items()}
+    wanted = {n: v * 1.0001 for n, v in model.state_dict().items()}
     model.load_state_dict(wanted)
     for b in held.blocks:
         same(b.master, wanted[b.name])
         same(b.param.detach(), wanted[b.name].bfloat16())
+
+
+def test_norms_and_routers_stay_f32():
+    held = ParameterMap(net(), dtype=torch.bfloat16)
+    kinds = {b.name: b.param.dtype for b in held.blocks}
+    assert kinds["layers.0.norm.weight"] == torch.float32 and kinds["layers.0.mix.weight"] == torch.bfloat16
+    assert kinds["layers.1.experts.0.gate.weight"] == torch.bfloat16
 
 
 def test_torch_save_holds_the_parameter_alone(ids):

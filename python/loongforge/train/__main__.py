@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m loongforge.train [--config FILE.toml] [--key value] [--section.key value]; also under torchrun."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(argv=None) -> int:
+    from .config import ConfigError, Help, read_arguments
+
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        config = read_arguments(argv)
+    except Help as help_text:
+        print(help_text)
+        return 0
+    except ConfigError as error:
+        print(f"loongforge: {error}", file=sys.stderr)
+        return 2
+    from .. import Error
+    from .run import RunError, run
+
+    try:
+        return run(config)
+    except (Error, RunError) as error:
+        text = error.args[2] if isinstance(error, Error) else str(error)
+        print(f"loongforge: {text}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("loongforge: stopped; hint: the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

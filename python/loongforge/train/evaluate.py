@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: held-out loss, the same with blanked images, and words that need the picture."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from ..loader import DataFusionLoader
+
+IGNORE = -100
+
+
+def held_out_loss(model, dataset, options: dict, *, blank: bool, reduce_stats, rank: int, world: int) -> float:
+    """Cross-entropy a trained-on token over one pass of the set, shared over ranks."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in _pass(dataset, options, blank=blank, rank=rank, world=world):
+        out = model(batch.images, batch.tokens, batch.labels, batch.attention_mask)
+        total += torch.stack([out.loss_sum.double(), out.n_tokens.double()]).cpu()
+    total = reduce_stats(total)
+    return (total[0] / total[1].clamp(min=1)).item()
+
+
+def _pass(dataset, options: dict, *, blank: bool, rank: int, world: int):
+    """Batches of exactly one epoch; samples repeated to fill the last batch have no labels."""
+    options = dict(options, shuffle=False, augment=False, drop_last=False, blank_images=blank, rank=rank, world=world)
+    with DataFusionLoader(dataset, options.pop("batch_size"), prefetch_pipeline_depth=options.pop("depth"), **options) as loader:
+        yield from loader
+
+
+def word_places(text: dict, tokens: list, marks: tuple) -> list:
+    """Where a sample's attribute words lie among its tokens. -> [(kind, word, first, n)]
+
+    text: the record; marks: ids of (human, gpt, eos). Each turn is a marker, its tokens, and EOS behind an answer
+    (docs/format/records.md); words are given in bytes of a turn, so this holds for sets tokenised by bytes.
+    """
+    human, gpt, eos = marks
+    turns = text.get("turns") or text.get("conversations") or []
+    starts = [i + 1 for i, t in enumerate(tokens) if t in (human, gpt)]
+    places = []
+    for word in text.get("words", ()):
+        turn, start, n = word["turn"], word["start"], word["bytes"]
+        if turn < len(starts) and starts[turn] + start + n <= len(tokens):
+            value = turns[turn]["value"].encode()[start : start + n].decode()
+            places.append((word["kind"], value, starts[turn] + start, n))
+    return places
+
+
+def attribute_accuracy(model, dataset, options: dict, *, limit: int = 512) -> dict:
+    """Share of colour and shape words whose every token is the most probable one after the true text before it.
+
+    -> {"accuracy", "chance", "words", "by_kind": {kind: (accuracy, chance, words)}}; chance: always the commonest word of its kind.
+    """
+    info, right, seen = dataset.info, Counter(), {}
+    marks = (info["human_id"], info["gpt_id"], info["eos_id"])
+    done = 0
+    for batch in _pass(dataset, options, blank=False, rank=0, world=1):
+        guess = model(batch.images, batch.tokens, batch.labels, batch.attention_mask, return_logits=True).logits.argmax(-1)
+        hit = guess[:, :-1] == batch.tokens[:, 1:]
+        for row in range(batch.tokens.shape[0]):
+            if batch.weight[row] == 0:
+                continue
+            for kind, word, first, n in word_places(dataset[int(batch.index[row])]["text"], batch.tokens[row].tolist(), marks):
+                seen.setdefault(kind, Counter())[word] += 1
+                right[kind] += bool(hit[row, first - 1 : first - 1 + n].all())
+        done += batch.tokens.shape[0]
+        if done >= limit:
+            break
+    return _tally(seen, right)
+
+
+def _tally(seen: dict, right: Counter) -> dict:
+    by_kind = {k: (right[k] / c.total(), c.most_common(1)[0][1] / c.total(), c.total()) for k, c in seen.items()}
+    words = sum(c.total() for c in seen.values())
+    if not words:
+        return {"accuracy": None, "chance": None, "words": 0, "by_kind": {}}
+    commonest = sum(c.most_common(1)[0][1] for c in seen.values())
+    return {"accuracy": right.total() / words, "chance": commonest / words, "words": words, "by_kind": by_kind}

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run: set-up, the loop, evaluation, summary. Every crew takes part."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..accelerate import accelerate
+from ..loader import DataFusionLoader, LMDataset
+from ..models.gr00t_n16 import Gr00tN16, preset
+from ..nexus import NexusSync
+from ..optim import AdamW
+from ..sculptor import MemSculptor
+from ..vault import CheckpointVault
+from .console import Console, StepLog, step_line
+from .evaluate import attribute_accuracy, held_out_loss
+
+
+class RunError(Exception):
+    """One line: what, which value, what was expected, a hint."""
+
+
+class Ranks:
+    """torchrun's environment: rank, world, and a gloo group when there is more than one."""
+
+    def __init__(self):
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.owns = False
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo")
+            self.owns = True
+
+    def agree(self, flag: bool) -> bool:
+        """True on every rank when it is true on one."""
+        if self.world == 1:
+            return flag
+        flags = torch.tensor([float(flag)])
+        dist.all_reduce(flags)
+        return flags.item() > 0
+
+    def share(self, value):
+        """Rank 0's value on every rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def close(self) -> None:
+        if self.owns:
+            dist.destroy_process_group()
+
+
+def learning_rate(options: dict, step: int) -> float:
+    """Of the step-th step, counted from 1: linear warm-up, then half a cosine down to min_lr_ratio."""
+    warm = options["warmup_steps"]
+    if step <= warm:
+        return options["lr"] * step / warm
+    part = min((step - warm) / max(options["steps"] - warm, 1), 1.0)
+    low = options["min_lr_ratio"]
+    return options["lr"] * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+class Run:
+    def __init__(self, config: dict):
+        self.config, self.o = config, config["train"]
+        self.ranks = Ranks()
+        self.dir = os.path.join(self.o["runs_dir"], self.o["name"])
+        self.stop_signal = 0
+        self._threads()
+        self._data()
+        self._model()
+        self._vault()
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------------
+
+    def _threads(self) -> None:
+        torch.set_num_threads(self.o["threads"] or len(os.sched_getaffinity(0)))
+        if self.o["device"] not in ("auto", "cpu"):
+            raise RunError(f"device is '{self.o['device']}', expected auto or cpu: this version trains on the CPU")
+
+    def _data(self) -> None:
+        o, r = self.o, self.ranks
+        if not o["data"]:
+            raise RunError("no data: --data names an LMDB folder; hint: `loongforge pack --scenes 4000 data/scenes` makes one")
+        self.model_config = preset(o["preset"])
+        parts = r.world * o["micro_steps"]
+        if o["batch_size"] % parts:
+            raise RunError(f"batch_size is {o['batch_size']}, expected a multiple of {parts} (ranks x micro_steps)")
+        self.batch = o["batch_size"] // parts
+        self.dataset = LMDataset(o["data"])
+        self.val_dataset = LMDataset(o["val_data"]) if o["val_data"] else None
+        for name, dataset in (("data", self.dataset), ("val_data", self.val_dataset)):
+            if dataset and dataset.info["vocab_size"] > self.model_config.vocab_size:
+                raise RunError(f"{name} has token ids up to {dataset.info['vocab_size'] - 1}, preset {o['preset']} takes "
+                               f"{self.model_config.vocab_size}; hint: pack it by bytes, or use a larger preset")
+        c = self.model_config
+        shared = dict(self.config["loader"], image_size=c.image_size, seq_len=c.max_seq_len - c.n_patches, seed=o["seed"])
+        self.eval_options = dict(shared, batch_size=self.batch)
+        depth = shared.pop("depth")
+        for key in ("batch_size", "rank", "world", "blank_images"):
+            shared.pop(key)
+        self.loader = DataFusionLoader(self.dataset, self.batch, prefetch_pipeline_depth=depth, rank=r.rank, world=r.world, **shared)
+
+    def _model(self) -> None:
+        o = self.o
+        c = self.model_config.with_(attention="dense" if o["attention"] == "dense" else "sparse", seed=o["seed"])
+        self.model = Gr00tN16(c)
+        if o["dtype"] == "bf16":
+            self.model.to(torch.bfloat16)
+        self.map = accelerate(self.model, options=self.config["map"])
+        decay = [b.param for b in self.map.blocks if b.param.dim() > 1]
+        plain = [b.param for b in self.map.blocks if b.param.dim() <= 1]
+        self.optimizer = AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=o["lr"], betas=(o["beta1"], o["beta2"]),
+                               eps=o["eps"], weight_decay=o["weight_decay"], map=self.map)
+        nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
+        self.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
+        self.model.reduce_stats = self.sync.reduce_stats
+        sculptor = dict(self.config["sculptor"])
+        self.sculptor = MemSculptor(self.model, sculptor.pop("strategy"), **sculptor)
+
+    def _vault(self) -> None:
+        """Rank 0 keeps the checkpoints: replicas are equal."""
+        self.step, self.tokens, self.resumed_from = 0, 0, None
+        self.vault = None
+        state = None
+        if self.ranks.rank == 0:
+            os.makedirs(self.dir, exist_ok=True)
+            saved = os.path.join(self.dir, "checkpoints")
+            if not self.o["resume"] and os.path.isdir(saved) and _C.vault_list(saved):
+                raise RunError(f"run '{self.o['name']}' has checkpoints in {saved}; hint: --resume goes on with it, --name starts another")
+            options = dict(self.config["vault"])
+            self.vault = CheckpointVault(saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options)
+            if self.o["resume"] and _C.vault_list(saved):
+                info = self.vault.restore()
+                state = dict(self.vault.blob("run") or {}, step=info["step"])
+        state = self.ranks.share(state)
+        self.sync.broadcast_state()
+        if state is None:
+            return
+        self.step = self.resumed_from = state["step"]
+        self.tokens = state["tokens"]
+        self.loader.load_state_dict(state["loader"])
+        for block in self.map.blocks:
+            if block.grad is not None:
+                self.optimizer.state[block.param]["step"] = torch.tensor(float(self.step))
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict:
+        o, first = self.o, self.ranks.rank == 0
+        self.clock = _C.clock_open()
+        self.console = Console(first, o["steps"], self.step)
+        self.log = StepLog(os.path.join(self.dir, "log.jsonl"), self.step, first)
+        self._before = {"comm": 0.0, "decode": 0.0, "write": 0.0}
+        self._announce()
+        last_row, began = None, self.step
+        with _Signals(self):
+            while self.step < o["steps"]:
+                if self.step == began + 1 and first:
+                    with self.sculptor.trace():
+                        last_row = self._one_step()
+                    self.sculptor.write_csv(os.path.join(self.dir, "lifetimes.csv"))
+                    self.console.line(self.sculptor.report())
+                else:
+                    last_row = self._one_step()
+                self._after_step(last_row)
+                if self.ranks.agree(self.stop_signal != 0):
+                    self._save(force=True)
+                    break
+        if self.step > began:
+            self._save(force=True)
+        if self.vault:
+            self.vault.wait()
+        self.console.close()
+        self.log.close()
+        return last_row or {}
+
+    def _announce(self) -> None:
+        n = sum(p.numel() for p in self.model.parameters())
+        resumed = f", resumed from step {self.resumed_from}" if self.resumed_from else ""
+        self.console.line(f"{self.o['preset']}: {n / 1e6:.1f} M parameters, {len(self.dataset)} samples, {self.ranks.world} rank(s), "
+                          f"{torch.get_num_threads()} threads{resumed}")
+        self.console.line(self.map.describe())
+        for sentence in self.sync.ignored_environment:
+            self.console.line("warning: " + sentence)
+
+    def _one_step(self) -> dict:
+        """One optimizer step over all micro steps and ranks. -> the row of the log"""
+        o, clock = self.o, self.clock
+        _C.clock_step_begin(clock)
+        step = self.step + 1
+        lr = learning_rate(o, step)
+        self.model.train()
+        self.model.set_step(self.step)
+        loss_sum = tokens = balance = 0.0
+        for micro in range(o["micro_steps"]):
+            _C.clock_part_begin(clock, "data")
+            batch = self.loader.next()
+            _C.clock_part_end(clock, "data")
+            first = (micro * self.ranks.world + self.ranks.rank) * self.batch
+            ids = torch.arange(first, first + self.batch)
+            if micro + 1 < o["micro_steps"]:
+                with self.sync.no_sync():
+                    out = self._forward_backward(batch, ids)
+            else:
+                out = self._forward_backward(batch, ids)
+            loss_sum, tokens, balance = loss_sum + out.loss_sum.item(), tokens + int(out.n_tokens), out.balance_loss.item()
+        _C.clock_part_begin(clock, "optimizer")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = self.optimizer.clip_grad_norm_(o["clip"]) if o["clip"] > 0 else self.optimizer.grad_norm()
+        if not math.isfinite(norm):
+            raise RunError(f"the gradient norm of step {step} is {norm}, expected a finite number; hint: a smaller lr, or look at the data of this step")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        _C.clock_part_end(clock, "optimizer")
+        totals = self.sync.reduce_stats(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()
+        self.step, self.tokens = step, self.tokens + int(totals[1])
+        if self.vault and self.vault.due(step) and step < o["steps"]:
+            _C.clock_part_begin(clock, "io")
+            self._save()
+            _C.clock_part_end(clock, "io")
+        self._hidden_time()
+        last = _C.clock_step_end(clock, int(totals[1]))
+        return dict(last, step=step, loss=totals[0] / max(totals[1], 1), balance_loss=balance, lr=lr, grad_norm=norm, tokens=int(totals[1]), unix=time.time())
+
+    def _forward_backward(self, batch, sample_ids):
+        out = self.model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=sample_ids)
+        (out.loss / self.o["micro_steps"]).backward()
+        return out
+
+    def _hidden_time(self) -> None:
+        """Time that crews worked beside the step, and what of it the step waited for inside backward."""
+        loader, comm = self.loader.stats(), self.sync.stats()["exposed_s"]
+        threads = self.config["loader"]["threads"] or len(os.sched_getaffinity(0))
+        decode = max(loader["read_s"], loader["decode_s"] / threads, loader["assemble_s"])
+        write = self.vault.stats()["write_s"] if self.vault else 0.0
+        now = {"comm": comm, "decode": decode, "write": write}
+        spent = {k: max(now[k] - self._before[k], 0.0) for k in now}
+        self._before = now
+        _C.clock_add(self.clock, "communication", spent["comm"], spent["comm"])
+        _C.clock_add(self.clock, "data", spent["decode"], 0.0)
+        _C.clock_add(self.clock, "io", spent["write"], 0.0)
+
+    def _after_step(self, row: dict) -> None:
+        self.log.write({k: v for k, v in row.items() if not k.startswith("step_") and k not in ("steps", "bottleneck")})
+        self.console.advance(self.step, f"loss {row['loss']:.3f}")
+        if self.step % self.o["log_every"] == 0 or self.step == self.o["steps"]:
+            self.console.line(step_line(self.step, self.o["steps"], row))
+        every = self.o["eval_every"]
+        if every and self.step % every == 0 and self.step < self.o["steps"] and self.val_dataset:
+            self.console.line(f"step {self.step:>6}  held-out loss {self.held_out(blank=False):.4f}")
+
+    def _save(self, force: bool = False) -> None:
+        """At a step edge. A forced save waits until the writer has room."""
+        if not self.vault or (force and any(c["step"] == self.step for c in _C.vault_list(os.path.join(self.dir, "checkpoints")))):
+            return
+        state = {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}}
+        if not self.vault.save(self.step, state) and force:
+            self.vault.wait()
+            self.vault.save(self.step, state)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def held_out(self, blank: bool) -> float:
+        self.model.eval()
+        return held_out_loss(self.model, self.val_dataset, self.eval_options, blank=blank, reduce_stats=self.sync.reduce_stats,
+                             rank=self.ranks.rank, world=self.ranks.world)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict:
+        result = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None, "attribute_chance": None}
+        if not (self.o["eval"] and self.val_dataset):
+            return result
+        result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
+        if self.ranks.rank == 0 and self.val_dataset.info["tokenizer"] == "bytes":
+            words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
+            result.update(attribute_accuracy=words["accuracy"], attribute_chance=words["chance"], attribute_words=words["words"],
+                          attribute_by_kind=words["by_kind"])
+        return result
+
+    def summary(self, last_row: dict, evaluated: dict) -> dict:
+        s = _C.clock_summary(self.clock)
+        steps = max(s["steps"], 1)
+        return {
+            "steps": self.step, "tokens": self.tokens, "wall_s": s["wall_s"], "tokens_per_s": s["tokens_per_s"],
+            "parts": {k: v / steps for k, v in s["exposed_s"].items()}, "busy": {k: v / steps for k, v in s["busy_s"].items()},
+            "overlap_efficiency": s["overlap_efficiency"], "bottleneck": s["bottleneck"], "step_p50_s": s["step_p50_s"], "step_p95_s": s["step_p95_s"],
+            "train_loss": last_row.get("loss"), **evaluated, "resumed_from": self.resumed_from, "world": self.ranks.world,
+            "memory": self.sculptor.summary, "loader": self.loader.stats(), "nexus": self.sync.stats(), "vault": self.vault.stats() if self.vault else None,
+        }
+
+    def close(self) -> None:
+        self.loader.close()
+        if self.vault:
+            self.vault.close()
+        self.ranks.close()
+
+
+class _Signals:
+    """SIGTERM and SIGINT end the run at the next step edge, with a checkpoint. A second SIGINT stops at once."""
+
+    def __init__(self, run: Run):
+        self.run, self.before = run, {}
+
+    def __enter__(self):
+        def note(number, frame):
+            if self.run.stop_signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.run.stop_signal = number
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.before[number] = signal.signal(number, note)
+
+    def __exit__(self, *exc):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def result_text(s: dict, where: str) -> str:
+    lines = [f"{s['steps']} steps, {s['tokens']:,} trained-on tokens, {s['wall_s']:.1f} s in steps, {s['tokens_per_s']:,.0f} token/s",
+             f"bottleneck {s['bottleneck']}, overlap efficiency {s['overlap_efficiency']:.2f}; exposed ms a step: "
+             + ", ".join(f"{k} {1e3 * v:.1f}" for k, v in s["parts"].items())]
+    if s["train_loss"] is not None:
+        lines.append(f"training loss {s['train_loss']:.4f}")
+    if s["val_loss"] is not None:
+        lines.append(f"held-out loss {s['val_loss']:.4f}, with blanked images {s['val_loss_blank_images']:.4f} (ratio {s['val_loss'] / s['val_loss_blank_images']:.2f})")
+    if s.get("attribute_accuracy") is not None:
+        kinds = ", ".join(f"{k} {100 * a:.0f} % (chance {100 * c:.0f} %)" for k, (a, c, _) in sorted(s["attribute_by_kind"].items()))
+        lines.append(f"colour and shape words right: {100 * s['attribute_accuracy']:.1f} % of {s['attribute_words']}, chance {100 * s['attribute_chance']:.1f} %; {kinds}")
+    return "\n".join([*lines, f"run folder {where}"])
+
+
+def run(config: dict) -> int:
+    job = Run(config)
+    last_row = job.train()
+    stopped = job.stop_signal
+    evaluated = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None} if stopped else job.evaluate()
+    if job.ranks.rank == 0:
+        s = job.summary(last_row, evaluated)
+        path = os.path.join(job.dir, "summary.json")
+        with open(path + ".tmp", "w") as file:
+            json.dump(s, file, indent=1)
+        os.replace(path + ".tmp", path)
+        _link_latest(job)
+        print(result_text(s, job.dir), flush=True)
+    job.close()
+    return 128 + stopped if stopped else 0
+
+
+def _link_latest(job: Run) -> None:
+    link = os.path.join(job.o["runs_dir"], "latest")
+    if os.path.islink(link) or not os.path.exists(link):
+        temporary = f"{link}.{os.getpid()}"
+        os.symlink(job.o["name"], temporary)
+        os.replace(temporary, link)
