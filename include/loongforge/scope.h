@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /** @file scope.h  Scope: the step clock and the options of a run.
  *
- *  A step has four parts: compute, data, communication, input/output. Each crew adds *busy* time (whether hidden or not) and
- *  the trainer adds *exposed* time (when the step waited for that part). Overlap efficiency is max(busy) / wall; the
- *  bottleneck is the part with the largest exposed time, compute when nothing else is exposed for 5 % of the step. */
+ *  A step has five parts: compute, data, communication, input/output, optimizer. Each crew adds *busy* time (whether hidden or
+ *  not) and the trainer adds *exposed* time (when the step waited for that part); what nobody was waited for is compute, so the
+ *  exposed parts add up to the step. Overlap efficiency is max(busy) / wall; the bottleneck is the part with the largest exposed
+ *  time. */
 #ifndef LOONGFORGE_SCOPE_H
 #define LOONGFORGE_SCOPE_H
 

@@ -80,8 +80,8 @@ LF_API lf_status lf_trace_get(const lf_trace *trace, int64_t i, lf_lifetime *row
 
 /** Place every row: tensors that live through the whole trace at the bottom, the others greedily in several orders, then a
  *  search over orders until the bound, the budget or the time limit. The budget counts work at a fixed rate for
- *  time_limit_s, so a plan is a function of trace and options on any machine; only when a machine needs four times the
- *  limit is the search cut short, and a warning logged.
+ *  time_limit_s, so a plan is a function of trace and options on any machine; only when a machine needs more than four
+ *  times the limit and a second is the search cut short, and a warning logged.
  *  @param opts NULL: defaults.  @param summary may be NULL; also filled on LF_ERR_POOL.
  *  @return LF_OK; LF_ERR_POOL (capacity: says peak, capacity, bound, the largest tensors live at the fullest moment and what
  *  helps); LF_ERR_INVALID (an option); LF_ERR_NOMEM. On error the rows keep the offsets that they had. */

@@ -5,9 +5,6 @@
 #include "base/base.h"
 #include "loongforge/scope.h"
 
-/* Share of a step that a part must be exposed for before it can be called the bottleneck. */
-#define BOTTLENECK_SHARE 0.05
-
 /* Times of one step, or their sums over steps. */
 typedef struct part_times {
     double wall_s, busy_s[LF_N_PARTS], exposed_s[LF_N_PARTS];
@@ -141,12 +138,9 @@ lf_status lf_clock_part_end(lf_clock *clock, int32_t part)
 static int32_t find_bottleneck(const part_times *t)
 {
     int32_t most = LF_PART_COMPUTE;
-    bool others = false;
-    for (int32_t i = 0; i < LF_N_PARTS; i++) {
+    for (int32_t i = 0; i < LF_N_PARTS; i++)
         if (t->exposed_s[i] > t->exposed_s[most]) most = i;
-        if (i != LF_PART_COMPUTE && t->exposed_s[i] >= BOTTLENECK_SHARE * t->wall_s) others = true;
-    }
-    return others ? most : LF_PART_COMPUTE;
+    return most;
 }
 
 static void fill_summary(lf_clock_summary *out, const part_times *t)

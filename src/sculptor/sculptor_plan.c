@@ -8,8 +8,9 @@
 
 /* Pairs compared in a second by an ordinary core: turns the time limit into a budget of work. */
 #define PAIRS_PER_SECOND 6e8
-/* The search is cut off when a slow machine needs this many times the limit. */
-#define SLOWEST 4.0
+/* The search is cut off when a slow machine needs this many times the limit and a second. */
+#define SLOWEST   4.0
+#define SLOWEST_S 1.0
 
 const char *lf_class_name(int32_t klass)
 {
@@ -194,13 +195,13 @@ static lf_status solve(lf__problem *p, const lf_plan_options *o, int64_t started
     }
     if (strcmp(o->strategy, "greedy") == 0) return lf__plan_greedy(p);
     p->budget = (int64_t)(o->time_limit_s * PAIRS_PER_SECOND);
-    p->stop_ns = started_ns + (int64_t)(o->time_limit_s * SLOWEST * 1e9);
+    p->stop_ns = started_ns + (int64_t)((o->time_limit_s * SLOWEST + SLOWEST_S) * 1e9);
     lf_status rc = lf__plan_search(p);
     if (rc == LF_OK && p->best_peak > p->bound && p->work < p->budget && o->time_limit_s > 0)
         lf__log(LF_LOG_WARN,
                 "planner: this machine is slow, the search was cut short after %.1f s; the plan is valid but may differ "
                 "from another machine's",
-                o->time_limit_s * SLOWEST);
+                o->time_limit_s * SLOWEST + SLOWEST_S);
     return rc;
 }
 

@@ -186,10 +186,16 @@ static int set_option(const cmd_section *section, const lf_option *row, argument
     return CMD_USAGE;
 }
 
-/* The complaint of the section that knows a similar key, else of the first one. */
+/* Another section's key is told as that; else the complaint of the section that knows a similar key, else of the first one. */
 static int fail_unknown(const cmd_spec *spec, const char *key, const char *given)
 {
     if (spec->n_sections == 0) return cmd_fail_usage("unknown argument '%s'", given);
+    for (int i = spec->n_plain; spec->n_plain && i < spec->n_sections; i++)
+        if (find_option(&spec->sections[i], key)) {
+            cmd_fail("unknown option '%s'; hint: it belongs to section [%s]: --%s.%s", key, spec->sections[i].name,
+                     spec->sections[i].name, key);
+            return CMD_USAGE;
+        }
     for (int i = 0; i < spec->n_sections; i++) {
         (void)lf_options_set(spec->sections[i].name, spec->sections[i].options, key, "");
         if (strstr(lf_error_text(), "did you mean") && (!spec->n_plain || i < spec->n_plain)) break;
