@@ -2,11 +2,19 @@
 /** @file nexus.h  NexusSync: gradient ranges of the map, reduced in a fixed order while backward goes on.
  *
  *  The schedule is a table of chunks made once from the map's groups: the same on every rank (checked at open), in the order
- *  in which backward finishes them. A block is *marked* when its gradient is final; a chunk is posted when all its blocks are
- *  marked and every chunk before it has been posted, so ranks can never disagree on order. Blocks nobody marked (an expert
- *  without a token here) count as zeros and are posted by lf_nexus_finish.
+ *  in which backward finishes them: layers from last to first, in a layer experts before dense parameters. A block is *marked*
+ *  when its gradient is final; a chunk is posted when all its blocks are marked and every chunk before it has been posted, so
+ *  ranks can never disagree on order. Blocks nobody marked count as zeros: lf_nexus_finish clears their gradient and posts
+ *  them, so an expert without a token on this rank neither hangs the others nor sends what an earlier step left behind. With
+ *  gradient accumulation a block is marked once, in the last micro-step; one that got its gradient in an earlier micro-step
+ *  and none in the last must be marked by the caller before lf_nexus_finish.
  *
- *  A transport is a table of functions; NexusSync calls it from the thread that marks. One reduction step at a time. */
+ *  Only the GRAD plane is touched, and only of classes that are not frozen. Who divides: reduce = mean makes lf_nexus_finish
+ *  divide by the world; with sum the caller does (for instance through lf_adamw's grad_scale, at no cost).
+ *
+ *  A transport is a table of functions; NexusSync calls it from the thread that marks. One reduction step at a time. Calls on
+ *  one handle may come from any thread and exclude one another; a caller that holds a lock which the transport needs (the
+ *  interpreter's) must let go of it first. */
 #ifndef LOONGFORGE_NEXUS_H
 #define LOONGFORGE_NEXUS_H
 
@@ -18,7 +26,9 @@ extern "C" {
 
 typedef struct lf_nexus lf_nexus;
 
-/** How bytes move between ranks. Functions return LF_OK or an error; text goes into lf_error_text. */
+/** How bytes move between ranks. Functions return LF_OK or an error, with its text kept by lf_transport_fail. All ranks post
+ *  the same operations in the same order. Data is memory of the map's device; dtypes are F32, BF16 and, when ranks agree on
+ *  the map, I64. */
 typedef struct lf_transport {
     size_t size;
     const char *name;   /* "torch", "nccl", "mpi", "loopback" */
@@ -27,18 +37,26 @@ typedef struct lf_transport {
     /** Start summing `count` elements over all ranks, in place; returns at once.  @param stream the data is ready when work
      *  queued on it so far is done (NULL: ready now).  @param[out] ticket names the operation for `wait`. */
     lf_status (*post)(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
-    /** Wait until a posted operation is done: on the host, or by making `stream` wait.  LF_ERR_TIMEOUT, LF_ERR_PEER. */
+    /** Wait until a posted operation is done: on the host, or by making `stream` wait. Called once a ticket, in order of
+     *  posting. LF_ERR_TIMEOUT, LF_ERR_PEER; after an error the transport no longer touches the operation's data. */
     lf_status (*wait)(void *user, int64_t ticket, lf_stream *stream, double timeout_s);
     /** (optional) Called by lf_nexus_close. */
     void (*close)(void *user);
+    /** (optional) LF_OK when the operation is done, LF_AGAIN when not, or its error. Called now and then from the thread that
+     *  marks, so that times of collectives end when they end; without it they end when lf_nexus_finish gets to them. */
+    lf_status (*query)(void *user, int64_t ticket);
 } lf_transport;
+
+/** For transports written outside the library: keep `text` as the calling thread's error.  @return status, or
+ *  LF_ERR_INTERNAL when it is not negative. */
+LF_API lf_status lf_transport_fail(lf_status status, const char *text);
 
 /** Options, section "nexus". */
 typedef struct lf_nexus_options {
     size_t size;
     char comm_strategy[LF_TEXT_MAX]; /* hybrid | dense | sparse */
     int64_t chunk_bytes;             /* of one collective; ranges are cut at block edges where that fits, else inside */
-    int32_t priority;                /* of the communication stream */
+    int32_t priority;                /* of the stream of a transport that opens one of its own */
     double timeout_s;                /* of one collective */
     char reduce[LF_TEXT_MAX];        /* mean | sum */
 } lf_nexus_options;
@@ -60,27 +78,42 @@ typedef struct lf_nexus_stats {
     double p50_s, p95_s, p99_s;                     /* of one collective, post to done as seen by the host */
 } lf_nexus_stats;
 
-/** @param transport copied; its `user` must outlive the handle.
- *  @return LF_OK; LF_ERR_INVALID; LF_ERR_STATE (map not allocated); LF_ERR_PEER (ranks planned different maps);
- *  LF_ERR_UNSUPPORTED (strategy sparse, which needs a slow link's cost model: says so). */
+/** Make the schedule and check that all ranks have the same one (one small sum over the transport).
+ *  @param map the handle keeps a reference.
+ *  @param transport copied; its `user` must outlive the handle. NULL: the schedule alone, for reports; the map needs only be
+ *  planned, and lf_nexus_begin is LF_ERR_STATE.
+ *  @return LF_OK; LF_ERR_INVALID (an option, a transport without functions, rank outside the world); LF_ERR_STATE (map not
+ *  planned, or not allocated); LF_ERR_PEER (ranks planned different maps or use different options: says which);
+ *  LF_ERR_UNSUPPORTED (strategy sparse, which needs a slow link's cost model: says so; f16 gradients); LF_ERR_NOMEM; the
+ *  transport's error. On error *out is NULL and the transport is not closed. */
 LF_API lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transport, const lf_nexus_options *opts);
+/** Close the transport and free the schedule. NULL is allowed. A step that was begun is given up. */
 LF_API void lf_nexus_close(lf_nexus *nexus);
 
 LF_API int32_t lf_nexus_n_chunks(const lf_nexus *nexus);
+/** The i-th chunk in the order of posting.  @return LF_ERR_INVALID (no such chunk, or info->size). */
 LF_API lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info *info);
 
-/** Start a step's reductions: forget all marks. LF_ERR_STATE when the last step was not finished. */
+/** Start a step's reductions: forget all marks.  @return LF_ERR_STATE (the last step was not finished, or no transport); after
+ *  a failed step that step's error, for good: ranks can no longer be known to agree. Close the handle. */
 LF_API lf_status lf_nexus_begin(lf_nexus *nexus);
-/** Block `index` has its final gradient in the map (in order of `stream`). Posts every chunk this completes.
- *  @return LF_ERR_STATE (marked twice in one step, or no step begun: names the parameter); the transport's error. */
+/** Block `index` has its final gradient in the map (in order of `stream`). Posts every chunk this completes. Marks may come
+ *  from several streams: a chunk is posted behind all of them. A tied parameter marks its owner's block.
+ *  @return LF_ERR_STATE (marked twice in one step, or no step begun: names the parameter); LF_ERR_INVALID (no such block, or a
+ *  frozen one); the transport's error, naming chunk and group, which also ends the step. */
 LF_API lf_status lf_nexus_mark(lf_nexus *nexus, int32_t index, lf_stream *stream);
-/** Post what is left, wait for everything, divide by the world when reduce is mean.
- *  @return the first error of any chunk; the step's gradients are then not usable. */
+/** Clear and post what nobody marked, wait for everything, divide by the world when reduce is mean. The reduced gradients are
+ *  there in order of `stream` (NULL: on return).
+ *  @return LF_ERR_STATE (no step begun); the first error of any chunk: the step's gradients are then not usable. */
 LF_API lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream);
 LF_API lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats);
 
-/** A transport inside one process: `world` ends that sum each other's data, for tests and dry runs.
- *  @param[out] ends room for `world` tables; closing all of them frees the loopback. */
+/** A transport inside one process: `world` ends, used by one thread each, that sum each other's data in rank order (BF16 in
+ *  f32, rounded once), for tests and dry runs. An end that closes early, posts another count or dtype than rank 0, or gives up
+ *  after its timeout makes the others' open operations fail with LF_ERR_PEER. Streams given to post must be done or closed
+ *  before the ends are.
+ *  @param[out] ends room for `world` tables, each to be closed by its `close` (lf_nexus_close does); the last one frees the
+ *  loopback.  @return LF_ERR_INVALID (world outside 1 to 64); LF_ERR_NOMEM; LF_ERR_IO (no thread). */
 LF_API lf_status lf_loopback_open(int32_t world, lf_transport *ends);
 
 #ifdef __cplusplus

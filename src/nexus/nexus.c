@@ -1,0 +1,367 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A step of reductions: marks come in, chunks go out in order, finish waits for all of them. */
+#include <string.h>
+
+#include "nexus_int.h"
+
+/* ---- opening --------------------------------------------------------------------------------------------------------- */
+
+static lf_status take_transport(lf_nexus *nexus, const lf_transport *t)
+{
+    LF_CHECK_ARG(t->size >= offsetof(lf_transport, query) && t->size <= sizeof *t,
+                 "lf_transport: size is %zu, expected %zu to %zu", t->size, offsetof(lf_transport, query), sizeof *t);
+    LF_CHECK_ARG(t->name && t->post && t->wait, "transport without a name, post or wait");
+    LF_CHECK_ARG(t->world >= 1 && t->world <= 1 << 15 && t->rank >= 0 && t->rank < t->world,
+                 "transport %s: rank %d of %d, expected a rank below a world of 1 to %d", t->name, t->rank, t->world, 1 << 15);
+    memcpy(&nexus->transport, t, t->size);
+    nexus->transport.size = sizeof nexus->transport;
+    return LF_OK;
+}
+
+static lf_status find_kernels(lf_nexus *nexus)
+{
+    nexus->kernels = &lf__nexus_cpu;
+    if (lf__device_is_cpu(nexus->device)) return LF_OK;
+    const void *found = NULL;
+    lf_status rc = lf__device_kernels(nexus->device, "nexus", &found);
+    nexus->kernels = found;
+    if (rc == LF_OK && nexus->kernels->size != sizeof(lf__nexus_kernels))
+        return LF_FAIL(LF_ERR_UNSUPPORTED, "kernels %s have a table of %u bytes, expected %zu; hint: rebuild both together",
+                       nexus->kernels->name, nexus->kernels->size, sizeof(lf__nexus_kernels));
+    return rc;
+}
+
+/* Addresses for reducing, and whether we can reduce what is there. */
+static lf_status resolve_chunks(lf_nexus *nexus)
+{
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
+        nexus_chunk *c = &nexus->plan.chunks[i];
+        if (c->dtype != LF_DTYPE_F32 && c->dtype != LF_DTYPE_BF16)
+            return LF_FAIL(LF_ERR_UNSUPPORTED, "gradients are %s, expected f32 or bf16; hint: [map] grad_f32 = true",
+                           lf_dtype_name(c->dtype));
+        c->data = lf_map_address(nexus->map, &c->range, LF_ROLE_GRAD);
+        if (!c->data) return LF_FAIL(LF_ERR_INTERNAL, "chunk %d has no address", i);
+        c->factor = strcmp(nexus->opts.reduce, "mean") == 0 ? 1.0f / (float)nexus->transport.world : 1;
+    }
+    return LF_OK;
+}
+
+static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
+{
+    lf_status rc = take_transport(nexus, transport);
+    if (rc < 0) return rc;
+    nexus->device = lf_map_device(nexus->map);
+    if (!nexus->device) return LF_FAIL(LF_ERR_STATE, "the map is not allocated; hint: lf_map_allocate before lf_nexus_open");
+    rc = find_kernels(nexus);
+    if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
+    if (rc == LF_OK) rc = resolve_chunks(nexus);
+    return rc == LF_OK ? lf__nexus_agree(nexus) : rc;
+}
+
+static void free_nexus(lf_nexus *nexus)
+{
+    if (!nexus) return;
+    lf_event_close(nexus->event);
+    lf__nexus_schedule_free(&nexus->plan);
+    lf__mutex_close(nexus->mutex);
+    lf__free(nexus->marked);
+    lf_map_unref(nexus->map);
+    lf__free(nexus);
+}
+
+lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transport, const lf_nexus_options *opts)
+{
+    LF_CHECK_ARG(out && map, "out or map is NULL");
+    *out = NULL;
+    lf_status rc = LF_OK;
+    lf_nexus *nexus = lf__alloc(sizeof *nexus);
+    if (!nexus) return LF_FAIL(LF_ERR_NOMEM, "nexus");
+    nexus->map = lf_map_ref(map);
+    LF_TRY(lf__options_take("nexus", &nexus->opts, sizeof nexus->opts, opts));
+    if (strcmp(nexus->opts.comm_strategy, "sparse") == 0)
+        LF_THROW(LF_ERR_UNSUPPORTED,
+                 "comm_strategy is sparse, expected hybrid or dense: top-k reduction saves time only on slow links, and is not "
+                 "offered before a measurement of the link can say that it does");
+    if (lf_map_n_groups(map) == 0) LF_THROW(LF_ERR_STATE, "the map is not planned; hint: lf_map_plan before lf_nexus_open");
+    LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes));
+    nexus->mutex = lf__mutex_open();
+    nexus->marked = lf__alloc((size_t)nexus->plan.n_blocks);
+    if (!nexus->mutex || !nexus->marked) LF_THROW(LF_ERR_NOMEM, "nexus");
+    if (transport) LF_TRY(open_for_steps(nexus, transport));
+    *out = nexus;
+    return LF_OK;
+out:
+    free_nexus(nexus);
+    return rc;
+}
+
+void lf_nexus_close(lf_nexus *nexus)
+{
+    if (!nexus) return;
+    if (nexus->transport.close) nexus->transport.close(nexus->transport.user);
+    free_nexus(nexus);
+}
+
+int32_t lf_nexus_n_chunks(const lf_nexus *nexus) { return nexus ? nexus->plan.n_chunks : 0; }
+
+lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info *info)
+{
+    LF_CHECK_ARG(nexus && info, "nexus or info is NULL");
+    LF_CHECK_ARG(chunk >= 0 && chunk < nexus->plan.n_chunks, "chunk %d, expected 0 to %d", chunk, nexus->plan.n_chunks - 1);
+    LF_CHECK_ARG(info->size == sizeof *info, "lf_chunk_info: size is %zu, expected %zu", info->size, sizeof *info);
+    const nexus_chunk *c = &nexus->plan.chunks[chunk];
+    *info = (lf_chunk_info){sizeof *info, c->group, c->dtype, c->range, c->bytes, "dense"};
+    return LF_OK;
+}
+
+/* ---- the transport --------------------------------------------------------------------------------------------------- */
+
+lf_status lf_transport_fail(lf_status status, const char *text)
+{
+    return LF_FAIL(status < 0 ? status : LF_ERR_INTERNAL, "%s", text && *text ? text : lf_status_text(status));
+}
+
+/* A transport answers LF_OK or an error with words; anything else is put into that form. */
+static lf_status check_answer(const lf_nexus *nexus, const char *what, lf_status rc)
+{
+    const char *name = nexus->transport.name;
+    if (rc == LF_OK) return LF_OK;
+    if (rc > 0) return LF_FAIL(LF_ERR_INTERNAL, "transport %s: %s answered %d, expected 0 or an error", name, what, rc);
+    if (!*lf_error_text()) return LF_FAIL(rc, "transport %s: %s: %s", name, what, lf_status_text(rc));
+    return rc;
+}
+
+lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    lf_error_clear();
+    return check_answer(nexus, "post", nexus->transport.post(nexus->transport.user, data, count, dtype, stream, ticket));
+}
+
+lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream)
+{
+    lf_error_clear();
+    return check_answer(nexus, "wait", nexus->transport.wait(nexus->transport.user, ticket, stream, nexus->opts.timeout_s));
+}
+
+/* The step is over, and so is the handle: ranks may have summed different things. */
+static lf_status fail_step(lf_nexus *nexus, lf_status rc)
+{
+    lf__fault_keep(&nexus->fault, rc);
+    nexus->running = false;
+    return rc;
+}
+
+static lf_status fail_chunk(lf_nexus *nexus, int32_t i, lf_status rc)
+{
+    const nexus_chunk *c = &nexus->plan.chunks[i];
+    return fail_step(nexus, lf__fail_prefix(rc, "chunk %d of %d (group %s, class %d, elements %lld to %lld)", i,
+                                            nexus->plan.n_chunks, c->group_name, c->range.klass, (long long)c->range.offset,
+                                            (long long)(c->range.offset + c->range.count)));
+}
+
+/* ---- order between streams ------------------------------------------------------------------------------------------- */
+
+/* Everything marked so far is to happen before whatever follows on `stream`. Streams with a native handle that does not change
+ * from mark to mark, the usual case, cost nothing: only a change of stream records an event. On the CPU, whose streams have no
+ * native handle, every mark records one. */
+static lf_status order_behind_marks(lf_nexus *nexus, lf_stream *stream)
+{
+    lf_status rc = LF_OK;
+    lf_stream *last = NULL;
+    void *native = lf_stream_native(stream);
+    if (native && native == nexus->native) return LF_OK;
+    if (nexus->native) {
+        LF_TRY(lf_stream_wrap(nexus->device, nexus->native, &last));
+        LF_TRY(lf_event_record(nexus->event, last));
+        nexus->event_used = true;
+    }
+    if (nexus->event_used) LF_TRY(stream ? lf_stream_wait(stream, nexus->event) : lf_event_sync(nexus->event));
+    nexus->native = native;
+    if (stream && !native) {
+        LF_TRY(lf_event_record(nexus->event, stream));
+        nexus->event_used = true;
+    }
+out:
+    lf_stream_close(last);
+    return rc;
+}
+
+/* ---- a step ---------------------------------------------------------------------------------------------------------- */
+
+lf_status lf_nexus_begin(lf_nexus *nexus)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(lf__fault_raise(&nexus->fault));
+    if (!nexus->transport.post) LF_THROW(LF_ERR_STATE, "nexus was opened without a transport and only shows the schedule");
+    if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
+    memset(nexus->marked, 0, (size_t)nexus->plan.n_blocks);
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) nexus->plan.chunks[i].n_left = nexus->plan.chunks[i].n_blocks;
+    nexus->next = nexus->timed = 0;
+    nexus->event_used = false;
+    nexus->native = NULL;
+    nexus->running = true;
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+static void add_time(lf_nexus *nexus, const nexus_chunk *c)
+{
+    nexus->collectives++;
+    nexus->bytes += c->bytes;
+    lf__hist_add(&nexus->hist, lf__now_ns() - c->posted_ns);
+}
+
+/* See which of the posted chunks are done by now. */
+static lf_status poll_posted(lf_nexus *nexus)
+{
+    while (nexus->transport.query && nexus->timed < nexus->next) {
+        const nexus_chunk *c = &nexus->plan.chunks[nexus->timed];
+        lf_error_clear();
+        lf_status rc = nexus->transport.query(nexus->transport.user, c->ticket);
+        if (rc == LF_AGAIN) break;
+        rc = check_answer(nexus, "query", rc);
+        if (rc < 0) return fail_chunk(nexus, nexus->timed, rc);
+        add_time(nexus, c);
+        nexus->timed++;
+    }
+    return LF_OK;
+}
+
+/* Post every chunk that is complete and has no incomplete one before it. */
+static lf_status post_ready(lf_nexus *nexus, lf_stream *stream)
+{
+    for (; nexus->next < nexus->plan.n_chunks; nexus->next++) {
+        nexus_chunk *c = &nexus->plan.chunks[nexus->next];
+        if (c->n_left > 0) break;
+        c->posted_ns = lf__now_ns();
+        lf_status rc = lf__nexus_post(nexus, c->data, c->range.count, c->dtype, stream, &c->ticket);
+        if (rc < 0) return fail_chunk(nexus, nexus->next, rc);
+    }
+    return poll_posted(nexus);
+}
+
+static void take_mark(lf_nexus *nexus, int32_t block)
+{
+    const nexus_schedule *plan = &nexus->plan;
+    nexus->marked[block] = 1;
+    for (int32_t i = plan->first_of[block]; i < plan->first_of[block + 1]; i++) plan->chunks[plan->chunk_of[i]].n_left--;
+}
+
+static lf_status check_mark(const lf_nexus *nexus, int32_t index)
+{
+    LF_CHECK_ARG(index >= 0 && index < nexus->plan.n_blocks, "block %d, expected 0 to %d", index, nexus->plan.n_blocks - 1);
+    lf_block_info block = {.size = sizeof block};
+    const int32_t owner = nexus->plan.owner[index];
+    if (nexus->running && owner >= 0 && !nexus->marked[owner]) return LF_OK;
+    lf_status rc = lf_map_get_block(nexus->map, index, &block);
+    if (rc < 0) return rc;
+    LF_CHECK_ARG(owner >= 0, "%s is frozen and has no gradient to mark", block.name);
+    if (!nexus->running) return LF_FAIL(LF_ERR_STATE, "%s is marked before a step was begun; hint: lf_nexus_begin", block.name);
+    return LF_FAIL(LF_ERR_STATE,
+                   "%s is marked twice in one step; hint: with gradient accumulation mark in the last micro-step only",
+                   block.name);
+}
+
+lf_status lf_nexus_mark(lf_nexus *nexus, int32_t index, lf_stream *stream)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(lf__fault_raise(&nexus->fault));
+    LF_TRY(check_mark(nexus, index));
+    LF_TRY(order_behind_marks(nexus, stream));
+    take_mark(nexus, nexus->plan.owner[index]);
+    LF_TRY(post_ready(nexus, stream));
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+/* Nobody marked it: no gradient on this rank, whatever an earlier step left there. */
+static lf_status clear_late_blocks(lf_nexus *nexus, lf_stream *stream)
+{
+    for (int32_t b = 0; b < nexus->plan.n_blocks; b++) {
+        if (nexus->plan.owner[b] != b || nexus->marked[b]) continue;
+        lf_block_info block = {.size = sizeof block};
+        lf_class_info klass = {.size = sizeof klass};
+        lf_status rc = lf_map_get_block(nexus->map, b, &block);
+        if (rc == LF_OK) rc = lf_map_get_class(nexus->map, block.range.klass, &klass);
+        if (rc == LF_OK)
+            rc = lf_fill(nexus->device, lf_map_address(nexus->map, &block.range, LF_ROLE_GRAD), 0,
+                         (size_t)block.range.count * lf_dtype_bytes(klass.role_dtype[LF_ROLE_GRAD]), stream);
+        if (rc < 0) return rc;
+        take_mark(nexus, b);
+        nexus->late_blocks++;
+    }
+    return LF_OK;
+}
+
+/* A stream's worker runs this; the chunk holds what it needs, so nothing is allocated. */
+static lf_status run_scale(void *user)
+{
+    const nexus_chunk *c = user;
+    return lf__nexus_cpu.scale(NULL, NULL, 1, c->data, c->range.count, c->dtype, c->factor);
+}
+
+static lf_status divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
+{
+    if (c->factor == 1) return LF_OK;
+    if (lf__device_is_cpu(nexus->device)) return lf_stream_run(stream, run_scale, c);
+    return nexus->kernels->scale(nexus->device->context, lf_stream_native(stream), stream == NULL, c->data, c->range.count,
+                                 c->dtype, c->factor);
+}
+
+static lf_status wait_for_all(lf_nexus *nexus, lf_stream *stream)
+{
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
+        nexus_chunk *c = &nexus->plan.chunks[i];
+        lf_status rc = lf__nexus_wait(nexus, c->ticket, stream);
+        if (rc < 0) return fail_chunk(nexus, i, rc);
+        if (i >= nexus->timed) add_time(nexus, c);
+        rc = divide(nexus, c, stream);
+        if (rc < 0) return fail_chunk(nexus, i, rc);
+    }
+    return LF_OK;
+}
+
+lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(lf__fault_raise(&nexus->fault));
+    if (!nexus->running) LF_THROW(LF_ERR_STATE, "no step was begun; hint: lf_nexus_begin");
+    rc = order_behind_marks(nexus, stream);
+    if (rc == LF_OK) rc = clear_late_blocks(nexus, stream);
+    if (rc == LF_OK) rc = post_ready(nexus, stream);
+    int64_t began = lf__now_ns();
+    if (rc == LF_OK) rc = wait_for_all(nexus, stream);
+    nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    nexus->running = false;
+    nexus->steps++;
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats)
+{
+    LF_CHECK_ARG(nexus && stats, "nexus or stats is NULL");
+    LF_CHECK_ARG(stats->size == sizeof *stats, "lf_nexus_stats: size is %zu, expected %zu", stats->size, sizeof *stats);
+    lf__lock(nexus->mutex);
+    *stats = (lf_nexus_stats){.size = sizeof *stats,
+                              .steps = nexus->steps,
+                              .collectives = nexus->collectives,
+                              .bytes = nexus->bytes,
+                              .late_blocks = nexus->late_blocks,
+                              .exposed_s = nexus->exposed_s,
+                              .p50_s = lf__hist_percentile(&nexus->hist, 50),
+                              .p95_s = lf__hist_percentile(&nexus->hist, 95),
+                              .p99_s = lf__hist_percentile(&nexus->hist, 99)};
+    lf__unlock(nexus->mutex);
+    return LF_OK;
+}

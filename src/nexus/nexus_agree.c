@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Do all ranks have the same schedule? A transport can only sum, and sums answer that: over W ranks, W * sum(x^2) equals
+ * (sum x)^2 exactly when all x are equal (Cauchy-Schwarz). x are 16-bit words of digests, so for W up to 2^15 nothing
+ * overflows 63 bits. */
+#include <string.h>
+
+#include "nexus_int.h"
+
+enum { WORDS = 8, DIGESTS = 2, COUNT = 1 + 2 * WORDS * DIGESTS };
+
+/* What shapes the schedule or the meaning of the sums, besides the map. */
+static lf_status options_digest(const lf_nexus *nexus, uint8_t digest[16])
+{
+    lf__buf text = {.max = 4096};
+    lf_status rc = lf__buf_printf(&text, "nexus 1 %s %lld %s %d", nexus->opts.comm_strategy, (long long)nexus->opts.chunk_bytes,
+                                  nexus->opts.reduce, nexus->plan.n_chunks);
+    if (rc < 0) return rc;
+    lf__hash128 h = lf__hash(text.data, text.used, 0);
+    lf__buf_free(&text);
+    for (int32_t i = 0; i < 8; i++) {
+        digest[i] = (uint8_t)(h.hi >> (56 - 8 * i));
+        digest[8 + i] = (uint8_t)(h.lo >> (56 - 8 * i));
+    }
+    return LF_OK;
+}
+
+/* sums: 1, then for each digest its words and their squares. */
+static void fill_terms(int64_t terms[COUNT], const uint8_t digest[DIGESTS][16])
+{
+    terms[0] = 1;
+    for (int32_t d = 0; d < DIGESTS; d++)
+        for (int32_t w = 0; w < WORDS; w++) {
+            int64_t x = digest[d][2 * w] * 256 + digest[d][2 * w + 1];
+            terms[1 + d * 2 * WORDS + w] = x;
+            terms[1 + d * 2 * WORDS + WORDS + w] = x * x;
+        }
+}
+
+static bool all_equal(const int64_t sums[COUNT], int32_t d, int64_t world)
+{
+    for (int32_t w = 0; w < WORDS; w++) {
+        int64_t sum = sums[1 + d * 2 * WORDS + w], squares = sums[1 + d * 2 * WORDS + WORDS + w];
+        if (world * squares != sum * sum) return false;
+    }
+    return true;
+}
+
+static lf_status judge(const lf_nexus *nexus, const int64_t sums[COUNT], const uint8_t digest[16])
+{
+    const int32_t world = nexus->transport.world;
+    char hex[33];
+    lf__hash128 h = {0};
+    for (int32_t i = 0; i < 8; i++) {
+        h.hi = h.hi << 8 | digest[i];
+        h.lo = h.lo << 8 | digest[8 + i];
+    }
+    lf__hash_hex(h, hex);
+    if (sums[0] != world)
+        return LF_FAIL(LF_ERR_PEER, "transport %s summed over %lld ranks, expected %d; hint: do all ranks see the same world?",
+                       nexus->transport.name, (long long)sums[0], world);
+    if (!all_equal(sums, 0, world))
+        return LF_FAIL(LF_ERR_PEER,
+                       "the %d ranks planned different maps (rank %d: %s), expected one; hint: the same model, dtypes, frozen "
+                       "parameters and [map] options on every rank",
+                       world, nexus->transport.rank, hex);
+    if (!all_equal(sums, 1, world))
+        return LF_FAIL(LF_ERR_PEER,
+                       "the %d ranks use different [nexus] options (rank %d: comm_strategy %s, chunk_bytes %lld, reduce %s), "
+                       "expected the same on every rank",
+                       world, nexus->transport.rank, nexus->opts.comm_strategy, (long long)nexus->opts.chunk_bytes,
+                       nexus->opts.reduce);
+    return LF_OK;
+}
+
+lf_status lf__nexus_agree(lf_nexus *nexus)
+{
+    uint8_t digest[DIGESTS][16];
+    int64_t terms[COUNT], ticket = 0;
+    void *shared = NULL;
+    lf_status rc = LF_OK;
+    LF_TRY(lf_map_digest(nexus->map, digest[0]));
+    LF_TRY(options_digest(nexus, digest[1]));
+    fill_terms(terms, (const uint8_t(*)[16])digest);
+    LF_TRY(lf_device_alloc(nexus->device, sizeof terms, &shared));
+    LF_TRY(lf_copy(nexus->device, shared, terms, sizeof terms, NULL));
+    rc = lf__nexus_post(nexus, shared, COUNT, LF_DTYPE_I64, NULL, &ticket);
+    if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, NULL);
+    if (rc < 0) LF_TRY(lf__fail_prefix(rc, "comparing the map over %d ranks", nexus->transport.world));
+    LF_TRY(lf_copy(nexus->device, terms, shared, sizeof terms, NULL));
+    LF_TRY(judge(nexus, terms, digest[0]));
+out:
+    lf_device_free(nexus->device, shared);
+    return rc;
+}

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* CPU: scaling a chunk. */
+#include "nexus_int.h"
+
+enum { BLOCK = 65536 };
+
+typedef struct scale_job {
+    void *data;
+    int64_t count;
+    int32_t dtype;
+    float factor;
+} scale_job;
+
+static void scale_block(void *user, int64_t block)
+{
+    const scale_job *j = user;
+    const int64_t from = block * BLOCK, to = from + BLOCK < j->count ? from + BLOCK : j->count;
+    if (j->dtype == LF_DTYPE_F32) {
+        float *x = j->data;
+        for (int64_t i = from; i < to; i++) x[i] *= j->factor;
+    } else {
+        uint16_t *x = j->data;
+        for (int64_t i = from; i < to; i++) x[i] = lf__bf16_from_f32(lf__f32_from_bf16(x[i]) * j->factor);
+    }
+}
+
+static lf_status scale(void *context, void *stream, int32_t now, void *data, int64_t count, int32_t dtype, float factor)
+{
+    (void)context, (void)stream, (void)now;
+    scale_job job = {data, count, dtype, factor};
+    lf__parallel(count < 4 * BLOCK ? 1 : 0, (count + BLOCK - 1) / BLOCK, scale_block, &job);
+    return LF_OK;
+}
+
+const lf__nexus_kernels lf__nexus_cpu = {sizeof(lf__nexus_kernels), "cpu", scale};

@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file nexus_int.h  NexusSync's own structures; see docs/internals/nexus.md. */
+#ifndef LF_NEXUS_INT_H
+#define LF_NEXUS_INT_H
+
+#include "base/base.h"
+#include "device/device_int.h"
+#include "loongforge/nexus.h"
+
+/** What NexusSync needs from a device besides copies. `now` 1: finished on return. */
+typedef struct lf__nexus_kernels {
+    uint32_t size; /* sizeof(lf__nexus_kernels) */
+    const char *name;
+    /* data: (count) of F32 or BF16, multiplied in place */
+    lf_status (*scale)(void *context, void *stream, int32_t now, void *data, int64_t count, int32_t dtype, float factor);
+} lf__nexus_kernels;
+
+extern const lf__nexus_kernels lf__nexus_cpu;
+
+typedef struct nexus_chunk {
+    int32_t group, dtype, layer; /* layer: the one that backward finishes last */
+    const char *group_name;      /* the map's */
+    lf_range range;
+    int64_t bytes;
+    int32_t n_blocks, n_left; /* blocks that lie in it; those not yet marked in this step */
+    void *data;               /* NULL without a transport */
+    int64_t ticket, posted_ns;
+    float factor; /* that finish multiplies the sums by */
+} nexus_chunk;
+
+/** The schedule: chunks in order of posting, and for block b its chunks chunk_of[first_of[b] … first_of[b + 1]). */
+typedef struct nexus_schedule {
+    nexus_chunk *chunks;
+    int32_t n_chunks, chunks_room;
+    int32_t n_blocks;
+    int32_t *first_of, *chunk_of;
+    int32_t *owner; /* of a block: itself or what it is tied to; -1 for frozen ones */
+} nexus_schedule;
+
+struct lf_nexus {
+    lf_map *map;
+    lf_device *device;
+    lf_transport transport; /* post NULL: the schedule alone */
+    lf_nexus_options opts;
+    const lf__nexus_kernels *kernels;
+    nexus_schedule plan;
+    lf__mutex *mutex; /* guards all below */
+    uint8_t *marked;  /* by block */
+    bool running;
+    int32_t next, timed; /* chunks posted; of these, chunks whose time is known */
+    lf__fault fault;     /* the first failure, for good */
+    lf_event *event;     /* what the streams of this step's marks have in common */
+    bool event_used;
+    void *native; /* stream of the last mark, when it has a native handle */
+    int64_t steps, collectives, bytes, late_blocks;
+    double exposed_s;
+    lf__hist hist;
+};
+
+/** Cut the map's groups into chunks of at most `chunk_bytes` and order them. LF_ERR_STATE, LF_ERR_NOMEM. */
+lf_status lf__nexus_schedule(nexus_schedule *plan, const lf_map *map, int64_t chunk_bytes);
+void lf__nexus_schedule_free(nexus_schedule *plan);
+/** Compare the map and the options that shape the schedule with all ranks, by one sum. LF_ERR_PEER says which differ. */
+lf_status lf__nexus_agree(lf_nexus *nexus);
+/** Run one of the transport's functions: a positive status or a missing text is made into an error with words. */
+lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream);
+
+#endif

@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "nexus_int.h"
+
+#define S lf_nexus_options
+static const lf_option rows[] = {
+    LF_ROW_TEXT(S, comm_strategy, "hybrid", "hybrid|dense|sparse",
+                "How gradients are summed over ranks; hybrid chooses a form for each group, which so far is dense for all."),
+    LF_ROW_I64(S, chunk_bytes, "16MiB", 4096, 0x1p40,
+               "Bytes of one collective: smaller ones start earlier, larger ones use the link better."),
+    LF_ROW_I32(S, priority, "0", -16, 16, "Priority of the stream of a transport that opens one of its own."),
+    LF_ROW_F64(S, timeout_s, "60", 0.001, 86400, "Seconds that one collective may take before the step fails."),
+    LF_ROW_TEXT(S, reduce, "mean", "mean|sum", "Divide the summed gradients by the number of ranks, or leave the sum."),
+};
+#undef S
+
+const lf_options_section lf__nexus_section = {"nexus", "Gradient reduction over ranks.", rows, LF_COUNT(rows),
+                                              sizeof(lf_nexus_options)};
