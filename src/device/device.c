@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opening devices and calling through their table. */
 #include <dlfcn.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -67,10 +66,11 @@ static lf_status find_table(const char *kind, const lf__device_ops **ops)
     void *library = open_library("libloongforge_cuda.so", why, sizeof why);
     if (!library)
         return LF_FAIL(LF_ERR_UNSUPPORTED, "no CUDA device support: %s; hint: build with -DLF_CUDA=ON on a machine with nvcc, or use device cpu", why);
-    const lf__device_ops *(*entry)(void);
+    static const lf__host_ops host = {LF_DEVICE_ABI, sizeof host, lf__fail, lf_error_text, lf__log, lf__alloc, lf__free};
+    lf__device_entry entry;
     *(void **)&entry = dlsym(library, "lf_device_entry_v1");
-    const lf__device_ops *found = entry ? entry() : NULL;
-    if (!found) return LF_FAIL(LF_ERR_UNSUPPORTED, "libloongforge_cuda.so has no device table");
+    const lf__device_ops *found = entry ? entry(&host) : NULL;
+    if (!found) return LF_FAIL(LF_ERR_UNSUPPORTED, "libloongforge_cuda.so has no device table for ABI %d; hint: rebuild both together", LF_DEVICE_ABI);
     if (found->abi != LF_DEVICE_ABI || found->size != sizeof(lf__device_ops))
         return LF_FAIL(LF_ERR_UNSUPPORTED, "libloongforge_cuda.so has device ABI %u (%u bytes), expected %d (%zu bytes); hint: rebuild both together",
                        found->abi, found->size, LF_DEVICE_ABI, sizeof(lf__device_ops));
@@ -98,7 +98,7 @@ lf_status lf_device_open(lf_device **out, const char *name)
     if (!device) return LF_FAIL(LF_ERR_NOMEM, "device %s", name);
     device->ops = ops;
     device->index = (int32_t)index;
-    atomic_init(&device->refs, 1);
+    device->refs = 1;
     rc = ops->open(device->index, &device->context);
     if (rc < 0) {
         lf__free(device);
@@ -110,13 +110,13 @@ lf_status lf_device_open(lf_device **out, const char *name)
 
 lf_device *lf__device_ref(lf_device *device)
 {
-    atomic_fetch_add(&device->refs, 1);
+    __atomic_fetch_add(&device->refs, 1, __ATOMIC_RELAXED);
     return device;
 }
 
 void lf_device_close(lf_device *device)
 {
-    if (!device || atomic_fetch_sub(&device->refs, 1) != 1) return;
+    if (!device || __atomic_sub_fetch(&device->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
     device->ops->close(device->context);
     lf__free(device);
 }

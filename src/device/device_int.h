@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /** @file device_int.h  The device table. CPU first and complete; others load from their own shared object.
  *
- *  A shared object `loongforge_<name>.so` exports `lf_device_entry_v1`, which returns its table; a table of another ABI is
- *  refused with both numbers. Crews get their kernels for a device by name through `kernels` (NULL: the crew answers
+ *  A shared object `loongforge_<name>.so` exports `lf_device_entry_v1` (lf__device_entry), which takes the host's functions and
+ *  returns its table; a table of another ABI is refused with both numbers. Crews get their kernels for a device by name through `kernels` (NULL: the crew answers
  *  LF_ERR_UNSUPPORTED); the CPU's kernels are the crew's own C code and need no look-up. */
 #ifndef LF_DEVICE_INT_H
 #define LF_DEVICE_INT_H
@@ -46,11 +46,22 @@ typedef struct lf__device_ops {
     const void *(*kernels)(void *context, const char *crew); /* (optional) default: none */
 } lf__device_ops;
 
+/** What a table's shared object may use of the library that loads it. */
+typedef struct lf__host_ops {
+    uint32_t abi, size;
+    lf_status (*fail)(lf_status status, const char *format, ...);
+    const char *(*error_text)(void);
+    void (*log)(int32_t level, const char *format, ...);
+    void *(*alloc)(size_t bytes);
+    void (*free)(void *p);
+} lf__host_ops;
+typedef const lf__device_ops *(*lf__device_entry)(const lf__host_ops *host);
+
 struct lf_device {
     const lf__device_ops *ops;
     void *context;
     int32_t index;
-    _Atomic int32_t refs;
+    int32_t refs; /* atomic */
 };
 
 extern const lf__device_ops lf__device_cpu;
