@@ -199,15 +199,10 @@ static bool all_held(const lf_loader *loader)
 static lf__slot *await_ready(lf_loader *loader)
 {
     int64_t from = lf__now_ns();
-    lf__slot *slot = NULL;
+    lf__slot *slot = NULL; /* batches become ready in order, so the first ready one is the next */
     loader->go = true;
     lf__wake(loader->mutex);
-    while (!all_held(loader)) {
-        slot = lf__find_slot(loader, SLOT_READY);
-        if (slot && slot->serial == loader->deliver_serial) break;
-        slot = NULL;
-        lf__wait(loader->mutex);
-    }
+    while (!all_held(loader) && !(slot = lf__find_slot(loader, SLOT_READY))) lf__wait(loader->mutex);
     loader->stall_ns += lf__now_ns() - from;
     return slot;
 }
@@ -224,7 +219,6 @@ static lf_status deliver(lf_loader *loader, lf__slot **out)
         return lf__fault_raise(&loader->fault);
     }
     slot->state = SLOT_HELD;
-    loader->deliver_serial++;
     loader->delivered = slot->after;
     loader->stats.batches++;
     loader->stats.samples += loader->opts.batch_size;

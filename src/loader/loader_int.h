@@ -178,7 +178,7 @@ struct lf_loader {
     bool go, stop, failed;
     lf__slot *slots;
     lf__cursor read_at, delivered;
-    int64_t read_serial, assemble_serial, deliver_serial;
+    int64_t read_serial, assemble_serial;
     lf__fault fault; /* sticky, once delivered */
     lf__bad_list bad;
     lf_loader_stats stats;
