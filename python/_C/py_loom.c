@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ExpertLoom: thin calls with addresses. They are made hundreds of times a step, so arguments come as a plain vector and
+ * the GIL is only dropped, nothing is built. */
+#include "py.h"
+
+/* The arguments of a call, taken from left to right. `bad` once one had the wrong type: the exception is set. */
+typedef struct reader {
+    PyObject *const *args;
+    Py_ssize_t at, n;
+    int bad;
+} reader;
+
+static PyObject *next_object(reader *r) { return r->at < r->n ? r->args[r->at++] : NULL; }
+
+static long long next_int(reader *r)
+{
+    PyObject *o = next_object(r);
+    if (r->bad || !o) return 0;
+    long long v = PyLong_AsLongLong(o);
+    if (v == -1 && PyErr_Occurred()) r->bad = 1;
+    return v;
+}
+
+static int32_t next_i32(reader *r)
+{
+    long long v = next_int(r);
+    if (!r->bad && (v < INT32_MIN || v > INT32_MAX)) {
+        PyErr_Format(PyExc_OverflowError, "argument %zd is %lld, expected a 32-bit number", r->at, v);
+        r->bad = 1;
+    }
+    return (int32_t)v;
+}
+
+static void *next_ptr(reader *r)
+{
+    PyObject *o = next_object(r);
+    if (r->bad || !o) return NULL;
+    unsigned long long v = PyLong_AsUnsignedLongLong(o);
+    if (v == (unsigned long long)-1 && PyErr_Occurred()) r->bad = 1;
+    return r->bad ? NULL : lfpy_ptr(v);
+}
+
+static double next_double(reader *r)
+{
+    PyObject *o = next_object(r);
+    if (r->bad || !o) return 0;
+    double v = PyFloat_AsDouble(o);
+    if (v == -1 && PyErr_Occurred()) r->bad = 1;
+    return v;
+}
+
+static void *next_handle(reader *r, const char *kind)
+{
+    PyObject *o = next_object(r);
+    void *handle = r->bad || !o ? NULL : lfpy_get(o, kind);
+    if (!handle) r->bad = 1;
+    return handle;
+}
+
+/* (expert, weight, prob, count, offset, row, slot): addresses, 0 where the call does not touch the array. */
+static lf_routing next_routing(reader *r)
+{
+    lf_routing routing = {.size = sizeof routing};
+    PyObject *tuple = next_object(r);
+    void *address[7] = {NULL};
+    if (r->bad || !tuple) return routing;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 7) {
+        PyErr_Format(PyExc_TypeError, "routing is %R, expected 7 addresses: (expert, weight, prob, count, offset, row, slot)",
+                     tuple);
+        r->bad = 1;
+        return routing;
+    }
+    for (int i = 0; i < 7 && !r->bad; i++) {
+        unsigned long long v = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
+        if (v == (unsigned long long)-1 && PyErr_Occurred()) r->bad = 1;
+        address[i] = lfpy_ptr(v);
+    }
+    routing.expert = address[0], routing.weight = address[1], routing.prob = address[2], routing.count = address[3];
+    routing.offset = address[4], routing.row = address[5], routing.slot = address[6];
+    return routing;
+}
+
+/* The stream of a native handle, NULL for 0. */
+static lf_stream *next_stream(reader *r, lf_device *device)
+{
+    void *native = next_ptr(r);
+    lf_stream *stream = NULL;
+    if (r->bad || !native) return NULL;
+    lf_status rc = lf_stream_wrap(device, native, &stream);
+    if (rc < 0) {
+        lfpy_raise(rc);
+        r->bad = 1;
+    }
+    return stream;
+}
+
+/* Every function: n arguments exactly, the first two are device (or map) and stream. */
+typedef struct call {
+    reader r;
+    lf_device *device;
+    lf_map *map;
+    lf_stream *stream;
+} call;
+
+static int begin_call(call *c, const char *name, PyObject *const *args, Py_ssize_t n, Py_ssize_t expected, int of_map)
+{
+    *c = (call){.r = {args, 0, n, 0}};
+    if (n != expected) {
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, expected, n);
+        return -1;
+    }
+    if (of_map) c->map = next_handle(&c->r, "lf_map");
+    else c->device = next_handle(&c->r, "lf_device");
+    if (c->map) c->device = lf_map_device(c->map);
+    if (!c->r.bad && !c->device) {
+        PyErr_SetString(PyExc_ValueError, "the map is not allocated");
+        c->r.bad = 1;
+    }
+    c->stream = next_stream(&c->r, c->device);
+    return c->r.bad ? -1 : 0;
+}
+
+/* Close what the call opened; `rc` counts only when no argument was bad. */
+static PyObject *end_call(call *c, lf_status rc)
+{
+    lf_stream_close(c->stream);
+    if (c->r.bad) return NULL;
+    if (rc < 0) return lfpy_raise(rc);
+    Py_RETURN_NONE;
+}
+
+/* Make the call unless an argument was bad. */
+#define MAKE_CALL(expr)   \
+    lf_status rc = LF_OK; \
+    if (!c.r.bad) LFPY_FREE_GIL(rc = (expr))
+
+/* loom_gumbel(device, stream, token, n, e, seed, step, layer, noise) */
+static PyObject *loom_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_gumbel", args, nargs, 9, 0) < 0) return NULL;
+    const int64_t *token = next_ptr(&c.r), n = next_int(&c.r);
+    const int32_t e = next_i32(&c.r);
+    const int64_t seed = next_int(&c.r);
+    const int32_t step = next_i32(&c.r), layer = next_i32(&c.r);
+    float *noise = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_gumbel(c.device, c.stream, token, n, e, seed, step, layer, noise));
+    return end_call(&c, rc);
+}
+
+/* loom_route(device, stream, logits, noise, valid, n, e, k, temperature, routing) */
+static PyObject *loom_route(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_route", args, nargs, 10, 0) < 0) return NULL;
+    const float *logits = next_ptr(&c.r), *noise = next_ptr(&c.r);
+    const uint8_t *valid = next_ptr(&c.r);
+    const int64_t n = next_int(&c.r);
+    const int32_t e = next_i32(&c.r), k = next_i32(&c.r);
+    const float temperature = (float)next_double(&c.r);
+    const lf_routing routing = next_routing(&c.r);
+    MAKE_CALL(lf_loom_route(c.device, c.stream, logits, noise, valid, n, e, k, temperature, &routing));
+    return end_call(&c, rc);
+}
+
+/* loom_route_backward(device, stream, routing, dweight, n, e, k, temperature, dlogits) */
+static PyObject *loom_route_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_route_backward", args, nargs, 9, 0) < 0) return NULL;
+    const lf_routing routing = next_routing(&c.r);
+    const float *dweight = next_ptr(&c.r);
+    const int64_t n = next_int(&c.r);
+    const int32_t e = next_i32(&c.r), k = next_i32(&c.r);
+    const float temperature = (float)next_double(&c.r);
+    float *dlogits = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_route_backward(c.device, c.stream, &routing, dweight, n, e, k, temperature, dlogits));
+    return end_call(&c, rc);
+}
+
+/* n, e, k, d, dtype */
+typedef struct shape {
+    int64_t n, d;
+    int32_t e, k, dtype;
+} shape;
+
+static shape next_shape(reader *r)
+{
+    shape s = {0};
+    s.n = next_int(r);
+    s.e = next_i32(r);
+    s.k = next_i32(r);
+    s.d = next_int(r);
+    s.dtype = next_i32(r);
+    return s;
+}
+
+typedef lf_status (*rows_fn)(lf_device *, lf_stream *, const lf_routing *, const void *, int64_t, int32_t, int32_t, int64_t,
+                             int32_t, void *);
+
+/* name(device, stream, routing, from, n, e, k, d, dtype, to) */
+static PyObject *move_rows(const char *name, rows_fn fn, PyObject *const *args, Py_ssize_t nargs)
+{
+    call c;
+    if (begin_call(&c, name, args, nargs, 10, 0) < 0) return NULL;
+    const lf_routing routing = next_routing(&c.r);
+    const void *from = next_ptr(&c.r);
+    const shape s = next_shape(&c.r);
+    void *to = next_ptr(&c.r);
+    MAKE_CALL(fn(c.device, c.stream, &routing, from, s.n, s.e, s.k, s.d, s.dtype, to));
+    return end_call(&c, rc);
+}
+
+static PyObject *loom_permute(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return move_rows("loom_permute", lf_loom_permute, args, nargs);
+}
+
+static PyObject *loom_permute_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return move_rows("loom_permute_backward", lf_loom_permute_backward, args, nargs);
+}
+
+static PyObject *loom_combine(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return move_rows("loom_combine", lf_loom_combine, args, nargs);
+}
+
+/* loom_combine_backward(device, stream, routing, ys, dy, n, e, k, d, dtype, dys, dweight) */
+static PyObject *loom_combine_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_combine_backward", args, nargs, 12, 0) < 0) return NULL;
+    const lf_routing routing = next_routing(&c.r);
+    const void *ys = next_ptr(&c.r), *dy = next_ptr(&c.r);
+    const shape s = next_shape(&c.r);
+    void *dys = next_ptr(&c.r);
+    float *dweight = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_combine_backward(c.device, c.stream, &routing, ys, dy, s.n, s.e, s.k, s.d, s.dtype, dys, dweight));
+    return end_call(&c, rc);
+}
+
+/* [(klass, offset, count), …] into an array of *n; NULL with `bad` set on failure. */
+static lf_range *next_ranges(reader *r, int32_t *n)
+{
+    PyObject *list = next_object(r);
+    *n = 0;
+    if (r->bad || !list) return NULL;
+    Py_ssize_t size = PyList_Check(list) ? PyList_Size(list) : -1;
+    lf_range *ranges = size >= 0 && size < INT32_MAX ? PyMem_Malloc(((size_t)size + 1) * sizeof *ranges) : NULL;
+    r->bad = 1;
+    if (size < 0) return PyErr_Format(PyExc_TypeError, "ranges is %R, expected a list of (klass, offset, count)", list), NULL;
+    if (!ranges) return PyErr_NoMemory(), NULL;
+    for (; *n < size; ++*n) {
+        PyObject *item = PyList_GetItem(list, *n);
+        int klass;
+        long long offset, count;
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "iLL", &klass, &offset, &count)) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_TypeError, "range %d is %R, expected (klass, offset, count)", (int)*n, item);
+            PyMem_Free(ranges);
+            return NULL;
+        }
+        ranges[*n] = (lf_range){klass, 0, offset, count};
+    }
+    r->bad = 0;
+    return ranges;
+}
+
+/* loom_adamw(map, stream, ranges, hyper) */
+static PyObject *loom_adamw(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    int32_t n;
+    if (begin_call(&c, "loom_adamw", args, nargs, 4, 1) < 0) return NULL;
+    lf_range *ranges = next_ranges(&c.r, &n);
+    const lf_adamw *hyper = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_adamw(c.map, c.stream, ranges, n, hyper));
+    PyMem_Free(ranges);
+    return end_call(&c, rc);
+}
+
+/* loom_sumsq(map, stream, ranges, role, out) */
+static PyObject *loom_sumsq(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    int32_t n;
+    if (begin_call(&c, "loom_sumsq", args, nargs, 5, 1) < 0) return NULL;
+    lf_range *ranges = next_ranges(&c.r, &n);
+    const int32_t role = next_i32(&c.r);
+    double *out = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_sumsq(c.map, c.stream, ranges, n, role, out));
+    PyMem_Free(ranges);
+    return end_call(&c, rc);
+}
+
+/* loom_add(device, stream, dst, dst_dtype, src, src_dtype, count, accumulate) */
+static PyObject *loom_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_add", args, nargs, 8, 0) < 0) return NULL;
+    void *dst = next_ptr(&c.r);
+    const int32_t dst_dtype = next_i32(&c.r);
+    const void *src = next_ptr(&c.r);
+    const int32_t src_dtype = next_i32(&c.r);
+    const int64_t count = next_int(&c.r);
+    const int32_t accumulate = next_i32(&c.r);
+    MAKE_CALL(lf_loom_add(c.device, c.stream, dst, dst_dtype, src, src_dtype, count, accumulate));
+    return end_call(&c, rc);
+}
+
+/* loom_adamw_init(address, lr, beta1, beta2, eps, weight_decay, step, grad_scale): fills LOOM_ADAMW_BYTES of host memory */
+static PyObject *loom_adamw_init(PyObject *self, PyObject *args)
+{
+    (void)self;
+    unsigned long long address;
+    double lr, beta1, beta2, eps, decay, scale;
+    long long step;
+    if (!PyArg_ParseTuple(args, "KdddddLd", &address, &lr, &beta1, &beta2, &eps, &decay, &step, &scale)) return NULL;
+    lf_status rc = lf_adamw_init(lfpy_ptr(address), lr, beta1, beta2, eps, decay, step, scale);
+    if (rc < 0) return lfpy_raise(rc);
+    Py_RETURN_NONE;
+}
+
+/* loom_adamw_bytes() -> int */
+static PyObject *loom_adamw_bytes(PyObject *self, PyObject *none)
+{
+    (void)self, (void)none;
+    return PyLong_FromSize_t(sizeof(lf_adamw));
+}
+
+/* loom_set_threads(n) */
+static PyObject *loom_set_threads(PyObject *self, PyObject *args)
+{
+    (void)self;
+    int threads;
+    if (!PyArg_ParseTuple(args, "i", &threads)) return NULL;
+    lf_status rc = lf_loom_set_threads(threads);
+    if (rc < 0) return lfpy_raise(rc);
+    Py_RETURN_NONE;
+}
+
+#define FAST(name, help)                                              \
+    {                                                                 \
+#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, help \
+    }
+PyMethodDef lfpy_loom_methods[] = {
+    FAST(loom_gumbel, "Gumbel noise by token: (device, stream, token, n, e, seed, step, layer, noise)."),
+    FAST(loom_route, "Choose experts and sort: (device, stream, logits, noise, valid, n, e, k, temperature, routing)."),
+    FAST(loom_route_backward, "(device, stream, routing, dweight, n, e, k, temperature, dlogits)."),
+    FAST(loom_permute, "Rows to their experts: (device, stream, routing, x, n, e, k, d, dtype, xs)."),
+    FAST(loom_permute_backward, "(device, stream, routing, dxs, n, e, k, d, dtype, dx)."),
+    FAST(loom_combine, "Rows back, weighted: (device, stream, routing, ys, n, e, k, d, dtype, y)."),
+    FAST(loom_combine_backward, "(device, stream, routing, ys, dy, n, e, k, d, dtype, dys, dweight)."),
+    FAST(loom_adamw, "AdamW over ranges of a map: (map, stream, [(klass, offset, count), ...], hyper)."),
+    FAST(loom_sumsq, "Sum of squares of a role: (map, stream, [(klass, offset, count), ...], role, out)."),
+    FAST(loom_add, "Copy or add with conversion: (device, stream, dst, dst_dtype, src, src_dtype, count, accumulate)."),
+    {"loom_adamw_init", loom_adamw_init, METH_VARARGS,
+     "Fill host memory with one step's values: (address, lr, beta1, beta2, eps, weight_decay, step, grad_scale)."},
+    {"loom_adamw_bytes", loom_adamw_bytes, METH_NOARGS, "Bytes that loom_adamw_init fills."},
+    {"loom_set_threads", loom_set_threads, METH_VARARGS, "Threads a kernel on the CPU may use; 0: one a core."},
+    {NULL, NULL, 0, NULL},
+};

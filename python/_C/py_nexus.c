@@ -1,0 +1,275 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* NexusSync, with a transport that may be a Python object. The library calls it from whichever thread marks, with the GIL
+ * dropped; every call back takes the GIL, and an exception becomes the library's error. */
+#include <string.h>
+
+#include "py.h"
+
+/* What a handle of kind "lf_nexus" holds. */
+typedef struct box {
+    lf_nexus *nexus;
+    lf_device *device; /* the map's, borrowed: the handle keeps the map */
+    PyObject *post, *wait, *query;
+} box;
+
+/* ---- a Python object as transport ------------------------------------------------------------------------------------ */
+
+/* The exception that is set, as the library's error: "RuntimeError: text". The exception is cleared. */
+static lf_status take_exception(const char *what)
+{
+    PyObject *type = NULL, *value = NULL, *trace = NULL;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    const lf_status status = type && PyErr_GivenExceptionMatches(type, PyExc_TimeoutError) ? LF_ERR_TIMEOUT : LF_ERR_PEER;
+    PyObject *name = type ? PyObject_GetAttrString(type, "__name__") : NULL;
+    PyObject *text = name && value ? PyUnicode_FromFormat("transport %s: %S: %S", what, name, value) : NULL;
+    const char *utf8 = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+    lf_status rc = lf_transport_fail(status, utf8 ? utf8 : what);
+    PyErr_Clear();
+    Py_XDECREF(text);
+    Py_XDECREF(name);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return rc;
+}
+
+static unsigned long long native_of(lf_stream *stream) { return (unsigned long long)(uintptr_t)lf_stream_native(stream); }
+
+static lf_status call_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    const box *b = user;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *got = PyObject_CallFunction(b->post, "KLiK", (unsigned long long)(uintptr_t)data, (long long)count, (int)dtype,
+                                          native_of(stream));
+    *ticket = got ? PyLong_AsLongLong(got) : -1;
+    const lf_status rc = PyErr_Occurred() ? take_exception("post") : LF_OK;
+    Py_XDECREF(got);
+    PyGILState_Release(gil);
+    return rc;
+}
+
+static lf_status call_wait(void *user, int64_t ticket, lf_stream *stream, double timeout_s)
+{
+    const box *b = user;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *got = PyObject_CallFunction(b->wait, "LKd", (long long)ticket, native_of(stream), timeout_s);
+    const lf_status rc = got ? LF_OK : take_exception("wait");
+    Py_XDECREF(got);
+    PyGILState_Release(gil);
+    return rc;
+}
+
+static lf_status call_query(void *user, int64_t ticket)
+{
+    const box *b = user;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *got = PyObject_CallFunction(b->query, "L", (long long)ticket);
+    const int done = got ? PyObject_IsTrue(got) : -1;
+    const lf_status rc = done < 0 ? take_exception("query") : done ? LF_OK : LF_AGAIN;
+    Py_XDECREF(got);
+    PyGILState_Release(gil);
+    return rc;
+}
+
+static int int_attribute(PyObject *object, const char *name, int32_t *out)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    const long number = value ? PyLong_AsLong(value) : -1;
+    Py_XDECREF(value);
+    *out = (int32_t)number;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* rank, world, post, wait; query and name may be missing. */
+static int adopt_object(box *b, PyObject *object, lf_transport *t)
+{
+    *t = (lf_transport){.size = sizeof *t, .name = "python", .user = b, .post = call_post, .wait = call_wait};
+    if (int_attribute(object, "rank", &t->rank) < 0 || int_attribute(object, "world", &t->world) < 0) return -1;
+    if (!(b->post = PyObject_GetAttrString(object, "post")) || !(b->wait = PyObject_GetAttrString(object, "wait"))) return -1;
+    b->query = PyObject_GetAttrString(object, "query");
+    if (b->query) {
+        t->query = call_query;
+    } else {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+/* ---- the handle ------------------------------------------------------------------------------------------------------ */
+
+/* Called without the GIL. */
+static void close_box(void *handle)
+{
+    box *b = handle;
+    lf_nexus_close(b->nexus);
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    Py_XDECREF(b->post);
+    Py_XDECREF(b->wait);
+    Py_XDECREF(b->query);
+    PyMem_Free(b);
+    PyGILState_Release(gil);
+}
+
+static void close_unused(const lf_transport *t)
+{
+    if (t->close) t->close(t->user);
+}
+
+static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_options *o)
+{
+    lf_transport t = {.size = sizeof t};
+    const char *word = PyUnicode_Check(transport) ? PyUnicode_AsUTF8AndSize(transport, NULL) : NULL;
+    lf_status rc = LF_OK;
+    if (PyUnicode_Check(transport)) {
+        if (!word) return -1;
+        if (strcmp(word, "loopback") != 0) {
+            PyErr_Format(PyExc_ValueError, "transport is '%s', expected 'loopback' or an object with rank, world, post and wait",
+                         word);
+            return -1;
+        }
+        rc = lf_loopback_open(1, &t);
+    } else if (transport != Py_None && adopt_object(b, transport, &t) < 0) {
+        return -1;
+    }
+    if (rc == LF_OK) {
+        LFPY_FREE_GIL(rc = lf_nexus_open(&b->nexus, map, transport == Py_None ? NULL : &t, o));
+        if (rc < 0) close_unused(&t);
+    }
+    if (rc < 0) lfpy_raise(rc);
+    return rc < 0 ? -1 : 0;
+}
+
+/* nexus_open(map, transport, dict or None) -> handle. transport: None (the schedule alone), "loopback" (one rank), or an object:
+ * rank, world, post(address, count, dtype, stream) -> ticket, wait(ticket, stream, timeout_s), optional query(ticket) -> bool. */
+static PyObject *nexus_open(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *map_handle, *transport, *options = Py_None;
+    lf_nexus_options o;
+    if (!PyArg_ParseTuple(args, "OO|O", &map_handle, &transport, &options)) return NULL;
+    lf_map *map = lfpy_get(map_handle, "lf_map");
+    if (!map || lfpy_options("nexus", &o, sizeof o, options) < 0) return NULL;
+    PyObject *owner = Py_BuildValue("(OO)", map_handle, transport), *handle = NULL;
+    box *b = owner ? PyMem_Malloc(sizeof *b) : NULL;
+    if (!b) {
+        Py_XDECREF(owner);
+        return PyErr_NoMemory();
+    }
+    *b = (box){.device = lf_map_device(map)};
+    if (open_box(b, map, transport, &o) == 0) handle = lfpy_wrap(b, "lf_nexus", close_box, owner);
+    else LFPY_FREE_GIL(close_box(b));
+    Py_DECREF(owner);
+    return handle;
+}
+
+/* ---- a step ---------------------------------------------------------------------------------------------------------- */
+
+static PyObject *answer(lf_status rc)
+{
+    if (rc < 0) return lfpy_raise(rc);
+    Py_RETURN_NONE;
+}
+
+/* nexus_begin(nexus) */
+static PyObject *nexus_begin(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    box *b = lfpy_get(handle, "lf_nexus");
+    lf_status rc;
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_begin(b->nexus));
+    return answer(rc);
+}
+
+/* The stream of a native handle, NULL for 0; -1 with an exception. */
+static int open_stream(const box *b, PyObject *object, lf_stream **stream)
+{
+    *stream = NULL;
+    const unsigned long long native = PyLong_AsUnsignedLongLong(object);
+    if (native == (unsigned long long)-1 && PyErr_Occurred()) return -1;
+    if (native == 0) return 0;
+    lf_status rc = lf_stream_wrap(b->device, lfpy_ptr(native), stream);
+    if (rc < 0) lfpy_raise(rc);
+    return rc < 0 ? -1 : 0;
+}
+
+/* nexus_mark(nexus, index, stream) */
+static PyObject *nexus_mark(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "nexus_mark takes 3 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    const long index = b ? PyLong_AsLong(args[1]) : -1;
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || (index == -1 && PyErr_Occurred()) || open_stream(b, args[2], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_mark(b->nexus, index < INT32_MIN || index > INT32_MAX ? -1 : (int32_t)index, stream));
+    lf_stream_close(stream);
+    return answer(rc);
+}
+
+/* nexus_finish(nexus, stream) */
+static PyObject *nexus_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "nexus_finish takes 2 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || open_stream(b, args[1], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_finish(b->nexus, stream));
+    lf_stream_close(stream);
+    return answer(rc);
+}
+
+/* ---- questions ------------------------------------------------------------------------------------------------------- */
+
+/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form}, …] in the order of posting */
+static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    box *b = lfpy_get(handle, "lf_nexus");
+    PyObject *list = b ? PyList_New(0) : NULL;
+    for (int32_t i = 0; list && i < lf_nexus_n_chunks(b->nexus); i++) {
+        lf_chunk_info c = {.size = sizeof c};
+        const lf_status rc = lf_nexus_get_chunk(b->nexus, i, &c);
+        PyObject *row = rc < 0 ? lfpy_raise(rc)
+                               : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s}", "group", (int)c.group, "dtype", (int)c.dtype,
+                                               "klass", (int)c.range.klass, "offset", (long long)c.range.offset, "count",
+                                               (long long)c.range.count, "bytes", (long long)c.bytes, "form", c.form);
+        if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+/* nexus_stats(nexus) -> dict */
+static PyObject *nexus_stats(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    box *b = lfpy_get(handle, "lf_nexus");
+    lf_nexus_stats s = {.size = sizeof s};
+    lf_status rc;
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_get_stats(b->nexus, &s)); /* it waits for a step that is finishing */
+    if (rc < 0) return lfpy_raise(rc);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d}", "steps", (long long)s.steps, "collectives",
+                         (long long)s.collectives, "bytes", (long long)s.bytes, "late_blocks", (long long)s.late_blocks,
+                         "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s);
+}
+
+#define FAST(name, help)                                              \
+    {                                                                 \
+#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, help \
+    }
+PyMethodDef lfpy_nexus_methods[] = {
+    {"nexus_open", nexus_open, METH_VARARGS, "The schedule of a map over a transport: None, 'loopback' or an object."},
+    {"nexus_begin", nexus_begin, METH_O, "Start a step's reductions."},
+    FAST(nexus_mark, "A block's gradient is final: (nexus, index, stream)."),
+    FAST(nexus_finish, "Post what is left and wait: (nexus, stream)."),
+    {"nexus_chunks", nexus_chunks, METH_O, "The schedule, a dict a chunk, in the order of posting."},
+    {"nexus_stats", nexus_stats, METH_O, "Counts and times so far."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The extension's calls of ExpertLoom and NexusSync: numbers against torch, transports in Python, bad arguments."""
+
+import gc
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+
+from loongforge import _C
+from loongforge.models.noise import gumbel_noise
+
+F32, BF16 = 1, 2
+WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ = 0, 1, 3, 4
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return _C.device_open("cpu")
+
+
+def make_map(cpu, params, **options):
+    """params: [(name, count, dtype, layer)] -> an allocated map"""
+    m = _C.map_open(options)
+    for name, count, dtype, layer in params:
+        _C.map_add(m, name, (count,), dtype, layer, -1, -1, 0)
+    _C.map_plan(m)
+    _C.map_allocate(m, cpu)
+    return m
+
+
+def tensor(m, index, role):
+    return torch.utils.dlpack.from_dlpack(_C.map_tensor(m, index, role))
+
+
+class Routing:
+    def __init__(self, n, e, k):
+        self.expert, self.weight, self.prob = torch.empty(n, k, dtype=torch.int32), torch.empty(n, k), torch.empty(n, e)
+        self.count, self.offset = torch.empty(e, dtype=torch.int32), torch.empty(e + 1, dtype=torch.int32)
+        self.row, self.slot = torch.empty(n * k, dtype=torch.int32), torch.empty(n * k, dtype=torch.int32)
+        all_of_it = (self.expert, self.weight, self.prob, self.count, self.offset, self.row, self.slot)
+        self.address = tuple(t.data_ptr() for t in all_of_it)
+
+
+# ---- ExpertLoom
+
+
+def test_gumbel_is_the_models_noise(cpu):
+    token = torch.tensor([0, 1, 2**33 + 5, -9, 123456789])
+    noise = torch.empty(5, 13)
+    _C.loom_gumbel(cpu, 0, token.data_ptr(), 5, 13, 2**40 + 17, 9, 3, noise.data_ptr())
+    assert torch.allclose(noise, gumbel_noise(2**40 + 17, 9, 3, token, 13), rtol=1e-6, atol=1e-7)
+
+
+def test_layer_of_experts_matches_autograd(cpu):
+    """Route, permute, one matrix an expert, combine, and all backwards, against the same in plain torch."""
+    torch.manual_seed(1)
+    n, e, k, d, tau = 57, 6, 2, 24, 0.7
+    logits, x, dy = torch.randn(n, e), torch.randn(n, d), torch.randn(n, d)
+    matrices = torch.randn(e, d, d)
+    valid = torch.rand(n) > 0.2
+
+    a, b = logits.clone().requires_grad_(), x.clone().requires_grad_()
+    weight, chosen = torch.softmax(a / tau, -1).topk(k)
+    weight = weight / weight.sum(-1, keepdim=True) * valid[:, None]
+    y = (torch.einsum("nd,nkdf->nkf", b, matrices[chosen]) * weight[..., None]).sum(1)
+    y.backward(dy)
+
+    r = Routing(n, e, k)
+    _C.loom_route(cpu, 0, logits.data_ptr(), 0, valid.data_ptr(), n, e, k, tau, r.address)
+    assert torch.equal(r.expert[valid].long(), chosen[valid]) and (r.expert[~valid] == -1).all()
+    rows, ys, out = torch.full((n * k, d), math.nan), torch.full((n * k, d), math.nan), torch.full((n, d), math.nan)
+    _C.loom_permute(cpu, 0, r.address, x.data_ptr(), n, e, k, d, F32, rows.data_ptr())
+    bounds = r.offset.tolist()
+    for i in range(e):
+        ys[bounds[i] : bounds[i + 1]] = rows[bounds[i] : bounds[i + 1]] @ matrices[i]
+    _C.loom_combine(cpu, 0, r.address, ys.data_ptr(), n, e, k, d, F32, out.data_ptr())
+    torch.testing.assert_close(out, y.detach(), rtol=1e-4, atol=1e-4)
+
+    dys, dweight, drows = torch.full((n * k, d), math.nan), torch.full((n, k), math.nan), torch.full((n * k, d), math.nan)
+    dlogits, dx = torch.full((n, e), math.nan), torch.full((n, d), math.nan)
+    _C.loom_combine_backward(cpu, 0, r.address, ys.data_ptr(), dy.data_ptr(), n, e, k, d, F32, dys.data_ptr(), dweight.data_ptr())
+    for i in range(e):
+        drows[bounds[i] : bounds[i + 1]] = dys[bounds[i] : bounds[i + 1]] @ matrices[i].T
+    _C.loom_permute_backward(cpu, 0, r.address, drows.data_ptr(), n, e, k, d, F32, dx.data_ptr())
+    _C.loom_route_backward(cpu, 0, r.address, dweight.data_ptr(), n, e, k, tau, dlogits.data_ptr())
+    torch.testing.assert_close(dx, b.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dlogits, a.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_adamw_is_torchs(cpu):
+    torch.manual_seed(2)
+    m = make_map(cpu, [("w", 5000, F32, 0)])
+    w, g = tensor(m, 0, WEIGHT), tensor(m, 0, GRAD)
+    w.copy_(torch.randn(5000))
+    p = torch.nn.Parameter(w.clone())
+    optimizer = torch.optim.AdamW([p], lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    hyper = torch.zeros(_C.loom_adamw_bytes(), dtype=torch.uint8)
+    for step in range(1, 21):
+        p.grad = torch.randn(5000) * 0.1
+        g.copy_(p.grad)
+        optimizer.step()
+        _C.loom_adamw_init(hyper.data_ptr(), 3e-4, 0.9, 0.95, 1e-8, 0.1, step, 1.0)
+        _C.loom_adamw(m, 0, [(0, 0, 1000), (0, 1000, 4000)], hyper.data_ptr())
+    torch.testing.assert_close(w, p.data, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(tensor(m, 0, EXP_AVG_SQ), optimizer.state[p]["exp_avg_sq"], rtol=2e-6, atol=1e-12)
+
+
+def test_sumsq_and_add(cpu):
+    m = make_map(cpu, [("a", 1000, BF16, 0), ("b", 77, BF16, 1)], grad_f32=True)
+    g, source, out = tensor(m, 0, GRAD), torch.randn(1000, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)
+    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, 0)
+    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, 1)
+    assert torch.equal(g, 2 * source.float())
+    _C.loom_sumsq(m, 0, _C.map_cover(m, [0, 1]), GRAD, out.data_ptr())
+    assert out.item() == pytest.approx(float(g.double().square().sum()), rel=1e-12)
+
+
+def test_loom_refuses_bad_arguments(cpu):
+    x = torch.zeros(8)
+    with pytest.raises(TypeError, match="takes 8 arguments, got 2"):
+        _C.loom_add(cpu, 0)
+    with pytest.raises(TypeError):
+        _C.loom_add(cpu, 0, "here", F32, x.data_ptr(), F32, 8, 0)
+    with pytest.raises(OverflowError):
+        _C.loom_add(cpu, 0, x.data_ptr(), 2**40, x.data_ptr(), F32, 8, 0)
+    with pytest.raises(TypeError, match="lf_device"):
+        _C.loom_add(None, 0, x.data_ptr(), F32, x.data_ptr(), F32, 8, 0)
+    with pytest.raises(_C.Error, match="f64"):
+        _C.loom_add(cpu, 0, x.data_ptr(), 4, x.data_ptr(), F32, 8, 0)
+    with pytest.raises(_C.Error, match="stream"):
+        _C.loom_add(cpu, 4096, x.data_ptr(), F32, x.data_ptr(), F32, 8, 0)  # the CPU has no native streams
+    with pytest.raises(TypeError, match="7 addresses"):
+        _C.loom_permute(cpu, 0, (1, 2), x.data_ptr(), 1, 1, 1, 8, F32, x.data_ptr())
+    m = make_map(cpu, [("w", 10, F32, 0)])
+    with pytest.raises(TypeError, match="list of"):
+        _C.loom_adamw(m, 0, None, x.data_ptr())
+    with pytest.raises(TypeError):
+        _C.loom_adamw(m, 0, [(0, 0)], x.data_ptr())
+    with pytest.raises(_C.Error, match="expected inside"):
+        _C.loom_adamw(m, 0, [(0, 0, 10**6)], x.data_ptr())
+    with pytest.raises(_C.Error, match="lr is -1"):
+        _C.loom_adamw_init(x.data_ptr(), -1, 0.9, 0.9, 0, 0, 1, 1)
+
+
+# ---- NexusSync
+
+
+class Recorder:
+    """A world of one that writes down what it is asked."""
+
+    rank, world = 0, 1
+
+    def __init__(self):
+        self.posts, self.waits, self.threads = [], [], set()
+
+    def post(self, address, count, dtype, stream):
+        self.threads.add(threading.get_ident())
+        self.posts.append((address, count, dtype))
+        return len(self.posts)
+
+    def wait(self, ticket, stream, timeout_s):
+        assert timeout_s == 7.5
+        self.waits.append(ticket)
+
+
+def test_nexus_posts_from_the_thread_that_marks(cpu):
+    m, t = make_map(cpu, [("a", 100, F32, 0), ("b", 3000, F32, 1), ("c", 10, BF16, 1)]), Recorder()
+    nexus = _C.nexus_open(m, t, {"timeout_s": 7.5, "chunk_bytes": "4KiB"})
+    chunks = _C.nexus_chunks(nexus)
+    t.posts.clear()
+    _C.nexus_begin(nexus)
+    worker = threading.Thread(target=lambda: [_C.nexus_mark(nexus, i, 0) for i in (1, 2, 0)])
+    worker.start()
+    worker.join()
+    assert worker.ident in t.threads and len(t.posts) == len(chunks) == 5
+    _C.nexus_finish(nexus, 0)
+    for (address, count, dtype), c in zip(t.posts, chunks):
+        assert address == _C.map_address(m, c["klass"], c["offset"], c["count"], GRAD)
+        assert (count, dtype) == (c["count"], c["dtype"]) and c["form"] == "dense" and c["bytes"] == 4 * count
+    stats = _C.nexus_stats(nexus)
+    assert stats["steps"] == 1 and stats["collectives"] == 5 and stats["late_blocks"] == 0
+
+
+def test_nexus_sums_by_a_python_transport(cpu):
+    """Two ranks as threads, summing through Python."""
+
+    class World:
+        def __init__(self):
+            self.barrier, self.slots = threading.Barrier(2, timeout=30), [None, None]
+
+    class End:
+        world = 2
+
+        def __init__(self, shared, rank):
+            self.shared, self.rank, self.open = shared, rank, {}
+
+        def post(self, address, count, dtype, stream):
+            import ctypes
+
+            kind = {F32: (ctypes.c_float, torch.float32), 5: (ctypes.c_int64, torch.int64)}[dtype]
+            self.open[len(self.open)] = torch.frombuffer((kind[0] * count).from_address(address), dtype=kind[1])
+            return len(self.open) - 1
+
+        def wait(self, ticket, stream, timeout_s):
+            s, mine = self.shared, self.open[ticket]
+            s.slots[self.rank] = mine.clone()
+            s.barrier.wait()
+            mine.copy_(s.slots[0] + s.slots[1])
+            s.barrier.wait()
+
+    shared, failures = World(), []
+
+    def rank(r):
+        try:
+            m = make_map(cpu, [("a", 100, F32, 0), ("b", 3000, F32, 1)])
+            nexus = _C.nexus_open(m, End(shared, r), {})
+            tensor(m, 0, GRAD).fill_(r + 1)
+            tensor(m, 1, GRAD).fill_(9)
+            _C.nexus_begin(nexus)
+            _C.nexus_mark(nexus, 0, 0)
+            if r == 0:
+                _C.nexus_mark(nexus, 1, 0)  # rank 1 has no gradient for b
+            _C.nexus_finish(nexus, 0)
+            assert (tensor(m, 0, GRAD) == 1.5).all() and (tensor(m, 1, GRAD) == 4.5).all()
+        except BaseException as error:
+            failures.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+
+
+def test_nexus_turns_exceptions_into_errors(cpu):
+    class Broken(Recorder):
+        fail = None
+
+        def post(self, address, count, dtype, stream):
+            if self.fail == "post":
+                raise ValueError("no route to rank 3")
+            return "ticket" if self.fail == "ticket" else super().post(address, count, dtype, stream)
+
+        def wait(self, ticket, stream, timeout_s):
+            if self.fail == "wait":
+                raise TimeoutError("gloo gave up")
+
+        def query(self, ticket):
+            if self.fail == "query":
+                raise RuntimeError("asked too much")
+            return False
+
+    expected = {
+        "post": ("ERR_PEER", "ValueError: no route to rank 3"),
+        "ticket": ("ERR_PEER", "TypeError"),
+        "wait": ("ERR_TIMEOUT", "TimeoutError: gloo gave up"),
+        "query": ("ERR_PEER", "RuntimeError: asked too much"),
+    }
+    for fail, (status, text) in expected.items():
+        m, t = make_map(cpu, [("a", 100, F32, 0)]), Broken()
+        nexus = _C.nexus_open(m, t, {"timeout_s": 7.5})
+        t.fail = fail
+        _C.nexus_begin(nexus)
+        with pytest.raises(_C.Error) as error:
+            _C.nexus_mark(nexus, 0, 0)
+            _C.nexus_finish(nexus, 0)
+        assert error.value.args[1] == status and text in error.value.args[2] and "chunk 0 of 1 (group dense" in error.value.args[2]
+        with pytest.raises(_C.Error):
+            _C.nexus_begin(nexus)
+
+
+def test_nexus_loopback_and_schedule_alone(cpu):
+    m = make_map(cpu, [("a", 100, F32, 0)])
+    nexus = _C.nexus_open(m, "loopback")
+    tensor(m, 0, GRAD).fill_(3)
+    _C.nexus_begin(nexus)
+    _C.nexus_mark(nexus, 0, 0)
+    with pytest.raises(_C.Error, match="a is marked twice"):
+        _C.nexus_mark(nexus, 0, 0)
+    _C.nexus_finish(nexus, 0)
+    assert (tensor(m, 0, GRAD) == 3).all()
+    nexus.close()
+    with pytest.raises(ValueError, match="closed"):
+        _C.nexus_begin(nexus)
+    plan = _C.nexus_open(m, None)
+    assert len(_C.nexus_chunks(plan)) == 1
+    with pytest.raises(_C.Error, match="without a transport"):
+        _C.nexus_begin(plan)
+
+
+def test_nexus_refuses_bad_arguments(cpu):
+    m = make_map(cpu, [("a", 100, F32, 0)])
+    with pytest.raises(ValueError, match="carrier"):
+        _C.nexus_open(m, "carrier pigeon")
+    with pytest.raises(AttributeError):
+        _C.nexus_open(m, object())
+    with pytest.raises(_C.Error, match="sparse"):
+        _C.nexus_open(m, "loopback", {"comm_strategy": "sparse"})
+    with pytest.raises(_C.Error, match="chunk_byte"):
+        _C.nexus_open(m, "loopback", {"chunk_byte": 1})
+    nexus = _C.nexus_open(m, "loopback")
+    with pytest.raises(TypeError):
+        _C.nexus_mark(nexus, 0)
+    with pytest.raises(TypeError):
+        _C.nexus_mark(nexus, "a", 0)
+    _C.nexus_begin(nexus)
+    with pytest.raises(_C.Error, match="block -1"):
+        _C.nexus_mark(nexus, 2**40, 0)
+
+
+def test_nexus_lets_go_of_its_transport(cpu):
+    m, t = make_map(cpu, [("a", 100, F32, 0)]), Recorder()
+    gone = weakref.ref(t)
+    nexus = _C.nexus_open(m, t, {"timeout_s": 7.5})
+    del t
+    gc.collect()
+    assert gone() is not None
+    del nexus
+    gc.collect()
+    assert gone() is None
