@@ -98,8 +98,8 @@ LF_API lf_status lf_adamw_init(lf_adamw *hyper, double lr, double beta1, double 
 /** Sweep ranges of an allocated map: reads grad; updates exp_avg, exp_avg_sq, master (or the weight itself when it is f32)
  *  and writes the weight rounded to its dtype. Where the denominator is 0 (eps 0 and no gradient yet) the weight only decays,
  *  so padding stays zero. Ranges must not overlap.
- *  @param hyper device memory.  @return LF_ERR_STATE (map not allocated); LF_ERR_INVALID (range outside its class, or of a
- *  frozen class); LF_ERR_UNSUPPORTED (f16 weights or gradients). */
+ *  @param hyper device memory.  @return LF_ERR_STATE (map not allocated, or made without optimizer state); LF_ERR_INVALID
+ *  (range outside its class, or of a frozen class); LF_ERR_UNSUPPORTED (f16 weights or gradients). */
 LF_API lf_status lf_loom_adamw(lf_map *map, lf_stream *stream, const lf_range *ranges, int32_t n_ranges,
                                const lf_adamw *hyper);
 /** Sum of squares of a role over ranges, in fixed order and double precision: the order depends on the ranges alone.

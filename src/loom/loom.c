@@ -310,6 +310,8 @@ static lf_status adamw_piece(const lf_map *map, const lf_range *r, lf__loom_piec
     lf_status rc = check_range(map, r, &info);
     if (rc < 0) return rc;
     LF_CHECK_ARG(!info.frozen, "range of class %d, which is frozen and has no gradient", r->klass);
+    if (!info.role_dtype[LF_ROLE_EXP_AVG])
+        return LF_FAIL(LF_ERR_STATE, "the map holds no moments; hint: [map] optimizer_state = true");
     p->weight_dtype = info.dtype;
     p->grad_dtype = info.role_dtype[LF_ROLE_GRAD];
     bool known = (info.dtype == LF_DTYPE_F32 || info.role_dtype[LF_ROLE_MASTER] == LF_DTYPE_F32) && info.dtype != LF_DTYPE_F16 &&

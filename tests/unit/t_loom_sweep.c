@@ -320,6 +320,17 @@ TEST(loom_adamw_refuses)
     CHECK_STATUS(lf_loom_adamw(map, NULL, &(lf_range){0, 0, 0, 1}, 1, &hyper), LF_ERR_UNSUPPORTED);
     CHECK_HAS(lf_error_text(), "f16");
     lf_map_unref(map);
+    lf_map_options opts;
+    CHECK_OK(lf_options_init("map", &opts, sizeof opts));
+    opts.optimizer_state = 0;
+    CHECK_OK(lf_map_open(&map, &opts));
+    lf_param p = {.size = sizeof p, .name = "a", .dtype = LF_DTYPE_F32, .expert = -1, .tied_to = -1};
+    CHECK_OK(lf_map_add(map, &p, NULL));
+    CHECK_OK(lf_map_plan(map));
+    CHECK_OK(lf_map_allocate(map, cpu));
+    CHECK_STATUS(lf_loom_adamw(map, NULL, &(lf_range){0, 0, 0, 1}, 1, &hyper), LF_ERR_STATE);
+    CHECK_HAS(lf_error_text(), "no moments");
+    lf_map_unref(map);
     CHECK_STATUS(lf_adamw_init(&hyper, -1, 0.9, 0.99, 1e-8, 0.1, 1, 1), LF_ERR_INVALID);
     CHECK_STATUS(lf_adamw_init(&hyper, 1, 1, 0.99, 1e-8, 0.1, 1, 1), LF_ERR_INVALID);
     CHECK_STATUS(lf_adamw_init(&hyper, 1, 0.9, 0.99, 1e-8, 0.1, 0, 1), LF_ERR_INVALID);

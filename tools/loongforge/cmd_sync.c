@@ -111,7 +111,8 @@ static int read_layout(lf_map *map, const char *path)
 {
     json_error_t error;
     json_t *list = json_load_file(path, JSON_REJECT_DUPLICATES, &error);
-    if (!list) return cmd_fail("%s: %s (line %d)", path, error.text, error.line);
+    if (!list && error.line < 0) return cmd_fail("%s", error.text);
+    if (!list) return cmd_fail("%s, line %d: %s", path, error.line, error.text);
     int code = json_is_array(list) && json_array_size(list) > 0 ? CMD_OK : cmd_fail("%s: expected a list of parameters", path);
     for (size_t i = 0; code == CMD_OK && i < json_array_size(list); i++) {
         const entry e = {path, i, json_array_get(list, i)};
