@@ -11,6 +11,9 @@
 
 #include "sculptor_int.h"
 
+/* Tries that may get no further before the order is shaken. */
+enum { PATIENCE = 1024 };
+
 enum { BY_BYTES, BY_AREA, BY_DURATION, BY_START, N_ORDERS };
 
 typedef struct sort_key {
@@ -95,6 +98,17 @@ static void shake(int32_t *order, int32_t n, lf__rng *rng, int32_t moves)
     }
 }
 
+/* Somewhere ahead of `stuck`, the nearer the likelier: small moves keep what was already good. */
+static int32_t place_ahead(lf__rng *rng, int32_t stuck)
+{
+    int32_t nearest = 0;
+    for (int32_t i = 0; i < 4; i++) {
+        int32_t at = lf__rng_below(rng, stuck);
+        if (at > nearest) nearest = at;
+    }
+    return nearest;
+}
+
 static void search_orders(lf__problem *p, int32_t fit, int32_t *order, int32_t *best_order)
 {
     lf__rng rng;
@@ -112,14 +126,14 @@ static void search_orders(lf__problem *p, int32_t fit, int32_t *order, int32_t *
             furthest = stuck;
             without_gain = 0;
         }
-        if (++without_gain > 64 || stuck == 0) {
+        if (++without_gain > PATIENCE || stuck == 0) {
             memcpy(order, best_order, (size_t)p->n * sizeof order[0]);
             shake(order, p->n, &rng, 1 + round++ % 8);
             fit = lf__rng_below(&rng, 2);
             furthest = without_gain = 0;
             continue;
         }
-        move_forward(order, stuck, lf__rng_below(&rng, stuck));
+        move_forward(order, stuck, place_ahead(&rng, stuck));
     }
 }
 
