@@ -593,7 +593,7 @@ TEST(minimalloc_benchmark_is_planned)
         snprintf(path, sizeof path, "%s/%s", dir, entry->d_name);
         lf_trace *t = open_trace();
         CHECK_OK(lf_trace_read_csv(t, path));
-        lf_plan_options o = options(0.05, 1);
+        lf_plan_options o = options(0.1, 1);
         lf_plan_summary s = plan(t, &o);
         CHECK_OK(lf_trace_validate(t, s.peak_bytes));
         CHECK(s.bound_bytes > 900000 && s.bound_bytes <= 1048576);
