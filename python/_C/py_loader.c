@@ -2,6 +2,7 @@
 /* Sets, the loader, packing. */
 #include "py.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* A loader with its device, which wrapping a stream needs. */
@@ -16,7 +17,7 @@ static void close_pair(void *user)
 {
     loader_pair *pair = user;
     lf_loader_close(pair->loader);
-    PyMem_RawFree(pair);
+    free(pair);
 }
 
 /* ---- sets ------------------------------------------------------------------------------------------------------------------ */
@@ -41,9 +42,9 @@ static PyObject *dataset_info(PyObject *self, PyObject *handle)
     lf_status rc = lf_dataset_get_info(set, &i);
     if (rc < 0) return lfpy_raise(rc);
     return Py_BuildValue("{s:L,s:L,s:L,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:s,s:s}", "n_samples", (long long)i.n_samples, "n_bytes",
-                         (long long)i.n_bytes, "n_other", (long long)i.n_other, "vocab_size", (int)i.vocab_size, "pad_id", (int)i.pad_id,
-                         "bos_id", (int)i.bos_id, "eos_id", (int)i.eos_id, "image_id", (int)i.image_id, "human_id", (int)i.human_id,
-                         "gpt_id", (int)i.gpt_id, "source", i.source, "tokenizer", i.tokenizer);
+                         (long long)i.n_bytes, "n_other", (long long)i.n_other, "vocab_size", (int)i.vocab_size, "pad_id",
+                         (int)i.pad_id, "bos_id", (int)i.bos_id, "eos_id", (int)i.eos_id, "image_id", (int)i.image_id, "human_id",
+                         (int)i.human_id, "gpt_id", (int)i.gpt_id, "source", i.source, "tokenizer", i.tokenizer);
 }
 
 /* dataset_get(set, i) -> {"id": str, "image": bytes or None, "text": bytes or None} */
@@ -110,13 +111,13 @@ static PyObject *loader_open(PyObject *self, PyObject *args)
     lf_device *device = set ? lfpy_get(device_handle, "lf_device") : NULL;
     lf_loader_options opts;
     if (!device || lfpy_options("loader", &opts, sizeof opts, dict) < 0) return NULL;
-    loader_pair *pair = PyMem_RawMalloc(sizeof *pair);
+    loader_pair *pair = malloc(sizeof *pair);
     if (!pair) return PyErr_NoMemory();
     lf_status rc;
     pair->device = device;
     LFPY_FREE_GIL(rc = lf_loader_open(&pair->loader, set, device, &opts));
     if (rc < 0) {
-        PyMem_RawFree(pair);
+        free(pair);
         return lfpy_raise(rc);
     }
     PyObject *owner = PyTuple_Pack(2, set_handle, device_handle);
@@ -145,8 +146,8 @@ static PyObject *batch_dict(const lf_batch *b)
 {
     return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:i,s:i,s:i,s:i,s:L,s:L,s:L,s:i}", "images", address(b->images), "tokens",
                          address(b->tokens), "labels", address(b->labels), "index", address(b->index), "mask", address(b->mask),
-                         "weight", address(b->weight), "n", (int)b->n, "seq", (int)b->seq, "image_size", (int)b->image_size, "slot",
-                         (int)b->slot, "epoch", (long long)b->epoch, "number", (long long)b->number, "label_tokens",
+                         "weight", address(b->weight), "n", (int)b->n, "seq", (int)b->seq, "image_size", (int)b->image_size,
+                         "slot", (int)b->slot, "epoch", (long long)b->epoch, "number", (long long)b->number, "label_tokens",
                          (long long)b->label_tokens, "last_of_epoch", (int)b->last_of_epoch);
 }
 
@@ -183,7 +184,8 @@ static PyObject *loader_release(PyObject *self, PyObject *args)
     long long slot, epoch, number;
     if (!PyArg_ParseTuple(args, "OO|K", &handle, &dict, &native)) return NULL;
     loader_pair *pair = lfpy_get(handle, "lf_loader");
-    if (!pair || take_number(dict, "slot", &slot) < 0 || take_number(dict, "epoch", &epoch) < 0 || take_number(dict, "number", &number) < 0)
+    if (!pair || take_number(dict, "slot", &slot) < 0 || take_number(dict, "epoch", &epoch) < 0 ||
+        take_number(dict, "number", &number) < 0)
         return NULL;
     lf_batch batch = {.size = sizeof batch, .slot = (int32_t)slot, .epoch = epoch, .number = number};
     lf_stream *stream;
@@ -236,12 +238,12 @@ static PyObject *loader_stats(PyObject *self, PyObject *handle)
     lf_loader_stats s = {.size = sizeof s};
     lf_status rc = lf_loader_get_stats(loader, &s);
     if (rc < 0) return lfpy_raise(rc);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "batches", (long long)s.batches, "samples",
-                         (long long)s.samples, "bad_samples", (long long)s.bad_samples, "cut_texts", (long long)s.cut_texts, "tokens",
-                         (long long)s.tokens, "padding_tokens", (long long)s.padding_tokens, "label_tokens", (long long)s.label_tokens,
-                         "read_s", s.read_s, "decode_s", s.decode_s, "assemble_s", s.assemble_s, "stall_s", s.stall_s, "latency_mean_s",
-                         s.latency_mean_s, "latency_std_s", s.latency_std_s, "latency_p50_s", s.latency_p50_s, "latency_p95_s",
-                         s.latency_p95_s, "latency_p99_s", s.latency_p99_s);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "batches", (long long)s.batches,
+                         "samples", (long long)s.samples, "bad_samples", (long long)s.bad_samples, "cut_texts",
+                         (long long)s.cut_texts, "tokens", (long long)s.tokens, "padding_tokens", (long long)s.padding_tokens,
+                         "label_tokens", (long long)s.label_tokens, "read_s", s.read_s, "decode_s", s.decode_s, "assemble_s",
+                         s.assemble_s, "stall_s", s.stall_s, "latency_mean_s", s.latency_mean_s, "latency_std_s", s.latency_std_s,
+                         "latency_p50_s", s.latency_p50_s, "latency_p95_s", s.latency_p95_s, "latency_p99_s", s.latency_p99_s);
 }
 
 /* loader_bad_samples(loader) -> str, a line a sample */
@@ -292,7 +294,8 @@ static PyObject *pack_scenes(PyObject *self, PyObject *args)
     lf_pack_options opts;
     lf_pack_summary sum = {.size = sizeof sum};
     lf_status rc;
-    if (!PyArg_ParseTuple(args, "s|OO", &path, &dict, &progress) || lfpy_options("pack", &opts, sizeof opts, dict) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "s|OO", &path, &dict, &progress) || lfpy_options("pack", &opts, sizeof opts, dict) < 0)
+        return NULL;
     LFPY_FREE_GIL(rc = lf_pack_scenes(path, &opts, forward_progress, progress, &sum));
     return pack_result(rc, &sum);
 }

@@ -12,8 +12,8 @@ static lf_status alloc_buffers(lf_loader *loader, lf_batch *batch, lf_status (*a
     const lf_loader_options *o = &loader->opts;
     size_t b = (size_t)o->batch_size, t = b * (size_t)o->seq_len, side = (size_t)o->image_size;
     void *memory[6] = {NULL};
-    const size_t bytes[6] = {b * 3 * side * side * sizeof(float), t * sizeof(int64_t), t * sizeof(int64_t), b * sizeof(int64_t), t,
-                             b * sizeof(float)};
+    const size_t bytes[6] = {
+        b * 3 * side * side * sizeof(float), t * sizeof(int64_t), t * sizeof(int64_t), b * sizeof(int64_t), t, b * sizeof(float)};
     lf_status rc = LF_OK;
     for (int32_t i = 0; i < 6 && rc == LF_OK; i++) rc = alloc(loader->device, bytes[i], &memory[i]);
     batch->images = memory[0];
@@ -39,8 +39,8 @@ static lf_status open_rows(lf_loader *loader, lf__slot *slot)
     slot->trained_room = lf__alloc_array(b * room, 1);
     if (!slot->rows || !slot->token_room || !slot->trained_room) return LF_FAIL(LF_ERR_NOMEM, "texts of %zu samples", b);
     for (size_t i = 0; i < b; i++)
-        slot->rows[i].tokens = (lf__tokens){
-            .id = slot->token_room + i * room, .trained = slot->trained_room + i * room, .room = (int32_t)room};
+        slot->rows[i].tokens =
+            (lf__tokens){.id = slot->token_room + i * room, .trained = slot->trained_room + i * room, .room = (int32_t)room};
     return LF_OK;
 }
 
@@ -91,9 +91,10 @@ static lf_status take_options(lf_loader *loader, const lf_loader_options *opts)
     rc = lf_dataset_get_info(loader->set, &info);
     if (rc < 0) return rc;
     int64_t global = (int64_t)o->batch_size * o->world;
-    LF_CHECK_ARG(!o->drop_last || info.n_samples >= global,
-                 "the set has %lld samples, expected at least one global batch of %lld (batch_size %d x world %d); hint: drop_last off",
-                 (long long)info.n_samples, (long long)global, o->batch_size, o->world);
+    LF_CHECK_ARG(
+        !o->drop_last || info.n_samples >= global,
+        "the set has %lld samples, expected at least one global batch of %lld (batch_size %d x world %d); hint: drop_last off",
+        (long long)info.n_samples, (long long)global, o->batch_size, o->world);
     loader->order = (lf__order){.n_samples = info.n_samples,
                                 .seed = o->seed,
                                 .batch = o->batch_size,

@@ -48,7 +48,8 @@ bool lf__bad_add(lf__bad_list *list, int64_t sample, const char *line)
 lf_status lf__bad_check_budget(const lf__bad_list *list)
 {
     if ((double)list->count <= list->budget * (double)list->n_samples) return LF_OK;
-    return LF_FAIL(LF_ERR_BUDGET, "%lld of %lld samples are bad (%.3g %%), more than bad_budget = %g; hint: `loongforge data verify` lists them",
+    return LF_FAIL(LF_ERR_BUDGET,
+                   "%lld of %lld samples are bad (%.3g %%), more than bad_budget = %g; hint: `loongforge data verify` lists them",
                    (long long)list->count, (long long)list->n_samples, 100.0 * (double)list->count / (double)list->n_samples,
                    list->budget);
 }

@@ -29,8 +29,7 @@ void lf__row_decode(lf_loader *loader, lf__slot *slot, int32_t i, lf__decoder *d
     if (row->fault.status < 0) return;
     lf_status rc = LF_OK;
     if (row->record.image) {
-        lf__decode_want want = {
-            .size = loader->opts.image_size, .max_pixels = loader->opts.max_pixels, .right = 1, .bottom = 1};
+        lf__decode_want want = {.size = loader->opts.image_size, .max_pixels = loader->opts.max_pixels, .right = 1, .bottom = 1};
         if (loader->opts.augment) lf__order_augment(&loader->order, slot->epoch, row->sample, &want);
         rc = lf__decoder_run(decoder, row->record.image, (size_t)row->record.image_bytes, &want);
         lf__fault_keep(&row->fault, rc);

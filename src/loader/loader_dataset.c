@@ -51,8 +51,7 @@ lf_status lf__lmdb_fail(int err, const char *what, const char *path)
     case MDB_CORRUPTED:
     case MDB_PAGE_NOTFOUND:
     case MDB_PANIC: return LF_FAIL(LF_ERR_CORRUPT, "%s %s: %s", what, path, mdb_strerror(err));
-    case MDB_BAD_VALSIZE:
-        return LF_FAIL(LF_ERR_INVALID, "%s %s: a key or value of a size that LMDB does not take", what, path);
+    case MDB_BAD_VALSIZE: return LF_FAIL(LF_ERR_INVALID, "%s %s: a key or value of a size that LMDB does not take", what, path);
     default: break;
     }
     return err > 0 ? lf__fail_errno(err, "%s %s", what, path) : LF_FAIL(LF_ERR_IO, "%s %s: %s", what, path, mdb_strerror(err));
@@ -86,8 +85,8 @@ static lf_status check_length(lf_dataset *set, int64_t bytes)
     if (err) return lf__lmdb_fail(err, "reading", set->path);
     uint64_t pages = (uint64_t)info.me_last_pgno + 1, have = (uint64_t)bytes / stat_.ms_psize;
     if (pages > have)
-        return LF_FAIL(LF_ERR_CORRUPT, "%s has %lld bytes, but its header speaks of %llu pages of %u; hint: copy it again", set->path,
-                       (long long)bytes, (unsigned long long)pages, stat_.ms_psize);
+        return LF_FAIL(LF_ERR_CORRUPT, "%s has %lld bytes, but its header speaks of %llu pages of %u; hint: copy it again",
+                       set->path, (long long)bytes, (unsigned long long)pages, stat_.ms_psize);
     return LF_OK;
 }
 
@@ -256,8 +255,7 @@ static lf_status build_index(lf_dataset *set)
     lf_status rc = LF_OK;
     int err = mdb_dbi_open(set->txn, NULL, 0, &dbi);
     if (!err) err = mdb_cursor_open(set->txn, dbi, &cursor);
-    while (!err && rc >= 0 && (err = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) == 0)
-        rc = take_record(set, &key, &value);
+    while (!err && rc >= 0 && (err = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) == 0) rc = take_record(set, &key, &value);
     if (cursor) mdb_cursor_close(cursor);
     if (rc < 0) return rc;
     if (err != MDB_NOTFOUND) return lf__lmdb_fail(err, "reading", set->path);

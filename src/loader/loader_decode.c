@@ -3,8 +3,8 @@
  * that the picture is never whole in memory. Damage is told apart from harmless oddities by libjpeg's warnings. */
 #include <stdio.h> /* before jpeglib.h, which needs FILE and size_t */
 
-#include <jpeglib.h>
 #include <jerror.h>
+#include <jpeglib.h>
 #include <setjmp.h>
 #include <string.h>
 
@@ -18,8 +18,8 @@ struct lf__decoder {
     struct jpeg_source_mgr source;
     struct jpeg_progress_mgr progress;
     jmp_buf leave;
-    bool opened;     /* jpeg_create_decompress is done */
-    bool in_scan;    /* past the first scan header: warnings mean damage */
+    bool opened;  /* jpeg_create_decompress is done */
+    bool in_scan; /* past the first scan header: warnings mean damage */
     bool ended_early;
     bool too_many_scans;
     char damage[JMSG_LENGTH_MAX]; /* the first warning that means damage */
@@ -29,8 +29,8 @@ struct lf__decoder {
     lf__filter across, down;
     uint8_t *row; /* one decoded row; CMYK has 4 bytes a pixel */
     size_t row_room;
-    float *line;  /* (size, 3): the row resized */
-    float *sum;   /* (size, size, 3) in the stored orientation, 0 to 255 */
+    float *line;        /* (size, 3): the row resized */
+    float *sum;         /* (size, size, 3) in the stored orientation, 0 to 255 */
     int32_t first_open; /* outputs above it are complete */
 };
 
@@ -45,8 +45,7 @@ static void leave_on_error(j_common_ptr jpeg)
 /* Warnings about segments that do not touch the pixels, met before the scan. */
 static bool is_harmless(const lf__decoder *d, int32_t code)
 {
-    if (code == JWRN_ADOBE_XFORM || code == JWRN_JFIF_MAJOR || code == JWRN_BOGUS_ICC || code == JWRN_NOT_SEQUENTIAL)
-        return true;
+    if (code == JWRN_ADOBE_XFORM || code == JWRN_JFIF_MAJOR || code == JWRN_BOGUS_ICC || code == JWRN_NOT_SEQUENTIAL) return true;
     return code == JWRN_EXTRANEOUS_DATA && !d->in_scan;
 }
 

@@ -12,10 +12,10 @@ static const char *name_content(const uint8_t *p, size_t n)
         uint8_t bytes, at;
         const char *name;
     } known[] = {
-        {"\x89PNG", 4, 0, "a PNG file"},   {"GIF8", 4, 0, "a GIF file"},        {"WEBP", 4, 8, "a WebP file"},
-        {"II*\0", 4, 0, "a TIFF file"},    {"MM\0*", 4, 0, "a TIFF file"},      {"BM", 2, 0, "a BMP file"},
-        {"<!DO", 4, 0, "an HTML page"},    {"<!do", 4, 0, "an HTML page"},      {"<htm", 4, 0, "an HTML page"},
-        {"ftypavif", 8, 4, "an AVIF file"}, {"ftyphei", 7, 4, "a HEIF file"},   {"%PDF", 4, 0, "a PDF file"},
+        {"\x89PNG", 4, 0, "a PNG file"},      {"GIF8", 4, 0, "a GIF file"},     {"WEBP", 4, 8, "a WebP file"},
+        {"II*\0", 4, 0, "a TIFF file"},       {"MM\0*", 4, 0, "a TIFF file"},   {"BM", 2, 0, "a BMP file"},
+        {"<!DO", 4, 0, "an HTML page"},       {"<!do", 4, 0, "an HTML page"},   {"<htm", 4, 0, "an HTML page"},
+        {"ftypavif", 8, 4, "an AVIF file"},   {"ftyphei", 7, 4, "a HEIF file"}, {"%PDF", 4, 0, "a PDF file"},
         {"\xff\x0a", 2, 0, "a JPEG XL file"}, {"\0\0\0\0", 4, 0, "zero bytes"},
     };
     for (size_t i = 0; i < LF_COUNT(known); i++)
@@ -66,21 +66,19 @@ static lf_status read_frame(const uint8_t *p, size_t n, int32_t marker, int64_t 
                             .sof = marker,
                             .orientation = head->orientation,
                             .n_junk = head->n_junk};
-    if (head->precision != 8)
-        return LF_FAIL(LF_ERR_UNSUPPORTED, "samples of %d bits, expected 8", head->precision);
+    if (head->precision != 8) return LF_FAIL(LF_ERR_UNSUPPORTED, "samples of %d bits, expected 8", head->precision);
     if (head->width == 0 || head->height == 0)
         return LF_FAIL(LF_ERR_CORRUPT, "header says %d x %d pixels", head->width, head->height);
     if ((int64_t)head->width * head->height > max_pixels)
-        return LF_FAIL(LF_ERR_UNSUPPORTED, "header says %d x %d pixels, more than max_pixels = %lld", head->width,
-                       head->height, (long long)max_pixels);
+        return LF_FAIL(LF_ERR_UNSUPPORTED, "header says %d x %d pixels, more than max_pixels = %lld", head->width, head->height,
+                       (long long)max_pixels);
     if (head->n_components != 1 && head->n_components != 3 && head->n_components != 4)
         return LF_FAIL(LF_ERR_UNSUPPORTED, "%d colour components, expected 1, 3 or 4", head->n_components);
     return LF_OK;
 }
 
 /* One segment with a length. *done: it starts the scan. */
-static lf_status read_segment(const uint8_t *body, size_t n, int32_t marker, int64_t max_pixels, lf__jpeg_head *head,
-                              bool *done)
+static lf_status read_segment(const uint8_t *body, size_t n, int32_t marker, int64_t max_pixels, lf__jpeg_head *head, bool *done)
 {
     *done = marker == 0xDA;
     if (*done && !head->sof) return LF_FAIL(LF_ERR_CORRUPT, "scan without a frame header (SOF)");

@@ -161,7 +161,7 @@ typedef struct lf__slot {
     int32_t next_row, done_rows;
     lf_batch host, device; /* buffers; the same ones on the CPU */
     lf_event *ready, *released;
-    lf__fault fault; /* ends the loader when this batch's turn comes */
+    lf__fault fault;                         /* ends the loader when this batch's turn comes */
     int64_t n_tokens, n_label_tokens, n_cut; /* of this batch, for the statistics */
 } lf__slot;
 
@@ -190,7 +190,7 @@ struct lf_loader {
         lf_loader *loader;
         lf__decoder *decoder;
         lf__thread *thread;
-    } *workers; /* (n_threads) */
+    } * workers; /* (n_threads) */
     lf__thread *reader, *assembler;
 };
 

@@ -37,8 +37,8 @@ static lf_status put_ids(const json_t *ids, size_t turn, const lf__vocabulary *v
         const json_t *id = json_array_get(ids, i);
         json_int_t value = json_integer_value(id);
         if (!json_is_integer(id) || value < 0 || value >= v->n)
-            return LF_FAIL(LF_ERR_FORMAT, "tokens[%zu][%zu] is %lld, expected a number from 0 to %d", turn, i,
-                           (long long)value, v->n - 1);
+            return LF_FAIL(LF_ERR_FORMAT, "tokens[%zu][%zu] is %lld, expected a number from 0 to %d", turn, i, (long long)value,
+                           v->n - 1);
         put(out, (int32_t)value, trained);
     }
     return LF_OK;

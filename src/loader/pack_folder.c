@@ -214,12 +214,12 @@ static void name_source(const char *dir, char *source, size_t size)
 {
     size_t end = strlen(dir), from;
     while (end > 1 && dir[end - 1] == '/') end--;
-    for (from = end; from > 0 && dir[from - 1] != '/'; from--) {
-    }
+    for (from = end; from > 0 && dir[from - 1] != '/'; from--) {}
     snprintf(source, size, "%.*s", (int)(end - from < size - 1 ? end - from : size - 1), dir + from);
 }
 
-static lf_status check_arguments(const char *path, const char *dir, const char *tokenizer, int32_t vocab_size, const lf_pack_summary *summary)
+static lf_status check_arguments(const char *path, const char *dir, const char *tokenizer, int32_t vocab_size,
+                                 const lf_pack_summary *summary)
 {
     LF_CHECK_ARG(path && dir, "path or folder is NULL");
     LF_CHECK_ARG(!summary || summary->size == sizeof *summary, "lf_pack_summary: size is %zu, expected %zu", summary->size,

@@ -16,7 +16,8 @@ typedef struct lf__pack_writer {
     MDB_txn *txn; /* NULL between chunks */
     MDB_dbi dbi;
     int64_t mapped, most, page; /* bytes of addresses now, and allowed; of a page */
-    bool overwrite, replaces; /* may replace; does replace */
+    int64_t chunk_bytes;        /* what the chunk being written may take at most */
+    bool overwrite, replaces;   /* may replace; does replace */
     bool made_temp;
     lf_pack_summary sum;
 } lf__pack_writer;
@@ -49,7 +50,7 @@ enum { LF__SHAPES = 6, LF__COLOURS = 8, LF__TEXTURES = 3, LF__MOST_OBJECTS = 3, 
 typedef struct lf__scene_object {
     int32_t shape, colour, texture, quadrant;
     bool large;
-    double x, y, r;  /* shares of the side */
+    double x, y, r; /* shares of the side */
     double rgb[3];
 } lf__scene_object;
 
@@ -61,16 +62,16 @@ typedef struct lf__scene {
 
 /** Every probability and range of the scenes, docs/format/records.md. Lengths are shares of the picture's side. */
 typedef struct lf__scene_recipe {
-    int32_t side[4];               /* pixels, equally likely */
-    double one, two;               /* objects: probability of 1 and of 2; else 3 */
-    double large[2], small[2];     /* radius */
-    double shift;                  /* of the centre, either way */
-    double tone;                   /* of each colour channel, either way */
-    double striped, checked;       /* probability; else plain */
-    double tile, dark;             /* width of a stripe or square; factor of the dark ones */
-    double grey[2], tint;          /* background and its channels, either way */
-    double uneven, slope[2], noise; /* probability of a gradient; its amplitude; noise a pixel, either way */
-    double describe, count;        /* probability of a description, of "How many shapes?"; up to two objects */
+    int32_t side[4];                         /* pixels, equally likely */
+    double one, two;                         /* objects: probability of 1 and of 2; else 3 */
+    double large[2], small[2];               /* radius */
+    double shift;                            /* of the centre, either way */
+    double tone;                             /* of each colour channel, either way */
+    double striped, checked;                 /* probability; else plain */
+    double tile, dark;                       /* width of a stripe or square; factor of the dark ones */
+    double grey[2], tint;                    /* background and its channels, either way */
+    double uneven, slope[2], noise;          /* probability of a gradient; its amplitude; noise a pixel, either way */
+    double describe, count;                  /* probability of a description, of "How many shapes?"; up to two objects */
     double ask_place, ask_colour, ask_shape; /* probability of a question's form; else "Where is" */
 } lf__scene_recipe;
 extern const lf__scene_recipe lf__recipe;

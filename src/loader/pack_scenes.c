@@ -78,7 +78,8 @@ static lf_status pack_all(lf__pack_writer *w, job *j, lf_progress_fn progress, v
     return lf__pack_finish(w, source, "bytes", 0);
 }
 
-lf_status lf_pack_scenes(const char *path, const lf_pack_options *opts, lf_progress_fn progress, void *user, lf_pack_summary *summary)
+lf_status lf_pack_scenes(const char *path, const lf_pack_options *opts, lf_progress_fn progress, void *user,
+                         lf_pack_summary *summary)
 {
     lf_status rc = LF_OK;
     lf_pack_options o;

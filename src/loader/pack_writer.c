@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "io/io.h"
@@ -54,7 +55,18 @@ static lf_status prepare_target(lf__pack_writer *w)
 
 enum { FIRST_MAP = 16 << 20, MAP_STEP = 1 << 16 }; /* a step is a whole number of pages everywhere */
 
-static lf_status fail(lf__pack_writer *w, int err) { return lf__lmdb_fail(err, "writing", w->path); }
+/* LMDB says EIO when a write stops short, as it does on a full disk: look whether it is full. */
+static lf_status fail(lf__pack_writer *w, int err)
+{
+    struct statvfs disk;
+    if (err == EIO && statvfs(w->temp, &disk) == 0) {
+        int64_t left = (int64_t)disk.f_bavail * (int64_t)disk.f_frsize;
+        if (left < w->chunk_bytes)
+            return LF_FAIL(LF_ERR_NOSPACE, "writing %s: no space left: %lld bytes are free, the next records need up to %lld",
+                           w->path, (long long)left, (long long)w->chunk_bytes);
+    }
+    return lf__lmdb_fail(err, "writing", w->path);
+}
 
 lf_status lf__pack_open(lf__pack_writer *w, const char *path, const lf_pack_options *opts)
 {
@@ -98,7 +110,8 @@ static lf_status make_room(lf__pack_writer *w, int64_t bytes)
 lf_status lf__pack_begin(lf__pack_writer *w, int64_t bytes, int64_t n_records)
 {
     /* A large value takes whole pages, a record may split a page, and each page written to is copied first. */
-    lf_status rc = make_room(w, bytes + bytes / 4 + n_records * 4 * w->page + (1 << 20));
+    w->chunk_bytes = bytes + bytes / 4 + n_records * 4 * w->page + (1 << 20);
+    lf_status rc = make_room(w, w->chunk_bytes);
     if (rc < 0) return rc;
     int err = mdb_txn_begin(w->env, NULL, 0, &w->txn);
     if (!err) err = mdb_dbi_open(w->txn, NULL, 0, &w->dbi);
@@ -180,7 +193,8 @@ static lf_status fill_length(lf__pack_writer *w)
     if (!err) err = mdb_env_get_fd(w->env, &fd);
     if (err) return fail(w, err);
     off_t need = ((off_t)info.me_last_pgno + 1) * w->page;
-    if (fstat(fd, &st) != 0 || (st.st_size < need && ftruncate(fd, need) != 0)) return lf__fail_errno(errno, "writing %s", w->path);
+    if (fstat(fd, &st) != 0 || (st.st_size < need && ftruncate(fd, need) != 0))
+        return lf__fail_errno(errno, "writing %s", w->path);
     return LF_OK;
 }
 

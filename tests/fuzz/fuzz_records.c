@@ -34,7 +34,8 @@ static void try_text(const uint8_t *data, size_t size, int32_t tokenizer_ids)
     lf_status rc = lf__record_tokens(data, size, &v, &t);
     must(t.n >= 1 && t.n <= MOST_TOKENS && id[0] == v.bos, "a text begins with its marker and fits");
     if (rc == LF_OK)
-        for (int32_t i = 0; i < t.n; i++) must(id[i] >= 0 && id[i] < v.size && id[i] != v.pad && trained[i] <= 1, "ids are of the vocabulary");
+        for (int32_t i = 0; i < t.n; i++)
+            must(id[i] >= 0 && id[i] < v.size && id[i] != v.pad && trained[i] <= 1, "ids are of the vocabulary");
     else must(lf_error_text()[0] != 0, "an error has a text");
 }
 
@@ -109,8 +110,9 @@ static int add_file(const char *path)
 
 static void add_built_in(void)
 {
-    static const char with_ids[] = "{\"conversations\":[{\"from\":\"human\",\"value\":\"<image>\\nq\"},{\"from\":\"gpt\",\"value\":\"\\u00e9\"}],"
-                                   "\"tokens\":[[1,2],[3,999]]}";
+    static const char with_ids[] =
+        "{\"conversations\":[{\"from\":\"human\",\"value\":\"<image>\\nq\"},{\"from\":\"gpt\",\"value\":\"\\u00e9\"}],"
+        "\"tokens\":[[1,2],[3,999]]}";
     static uint8_t rgb[LF__SCENE_SIDE_MOST * LF__SCENE_SIDE_MOST * 3];
     add_input(2, with_ids, sizeof with_ids - 1);
     for (int64_t i = 0; i < 4; i++) {

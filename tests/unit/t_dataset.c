@@ -20,7 +20,8 @@ static void make_set(const char *path, const pair *pairs, int32_t n)
     CHECK(mdb_env_create(&env) == 0 && mdb_env_set_mapsize(env, 64 << 20) == 0 && mdb_env_open(env, path, MDB_NOLOCK, 0666) == 0);
     CHECK(mdb_txn_begin(env, NULL, 0, &txn) == 0 && mdb_dbi_open(txn, NULL, 0, &dbi) == 0);
     for (int32_t i = 0; i < n; i++) {
-        MDB_val k = {strlen(pairs[i].key), (void *)(uintptr_t)pairs[i].key}, v = {strlen(pairs[i].value), (void *)(uintptr_t)pairs[i].value};
+        MDB_val k = {strlen(pairs[i].key), (void *)(uintptr_t)pairs[i].key},
+                v = {strlen(pairs[i].value), (void *)(uintptr_t)pairs[i].value};
         CHECK(mdb_put(txn, dbi, &k, &v, 0) == 0);
     }
     CHECK(mdb_txn_commit(txn) == 0);
@@ -117,8 +118,9 @@ TEST(truncated_file_is_an_error_at_every_length)
 TEST(keys_are_split_at_the_last_underscore_and_ids_sorted)
 {
     /* in LMDB's order the records of "a" lie around those of "a_j"; "12" comes behind "123" */
-    static const pair pairs[] = {{"12_image", "i12"}, {"12_text", "t12"}, {"123_text", "t123"}, {"a_image", "ia"}, {"a_text", "ta"},
-                                 {"a_j_image", "iaj"}, {"a_j_text", "taj"}, {"b_c_d_image", "ibcd"}, {"odd_video", "v"}};
+    static const pair pairs[] = {{"12_image", "i12"}, {"12_text", "t12"},      {"123_text", "t123"},
+                                 {"a_image", "ia"},   {"a_text", "ta"},        {"a_j_image", "iaj"},
+                                 {"a_j_text", "taj"}, {"b_c_d_image", "ibcd"}, {"odd_video", "v"}};
     static const struct {
         const char *id, *image, *text;
     } want[] = {{"12", "i12", "t12"}, {"123", NULL, "t123"}, {"a", "ia", "ta"}, {"a_j", "iaj", "taj"}, {"b_c_d", "ibcd", NULL}};
@@ -225,8 +227,9 @@ static lf_status tokens_of(const char *json, int32_t ids, int32_t room, lf__toke
 
 TEST(turns_become_tokens_and_labels)
 {
-    static const char json[] = "{\"turns\":[{\"from\":\"human\",\"value\":\"<image>\\nHi?\"},{\"from\":\"gpt\",\"value\":\"\xc3\xa9.\"},"
-                               "{\"from\":\"human\",\"value\":\"b\"},{\"from\":\"gpt\",\"value\":\"\"}]}";
+    static const char json[] =
+        "{\"turns\":[{\"from\":\"human\",\"value\":\"<image>\\nHi?\"},{\"from\":\"gpt\",\"value\":\"\xc3\xa9.\"},"
+        "{\"from\":\"human\",\"value\":\"b\"},{\"from\":\"gpt\",\"value\":\"\"}]}";
     static const int32_t want[] = {BOS, HUMAN, IMAGE, 'H', 'i', '?', GPT, 0xC3, 0xA9, '.', EOS, HUMAN, 'b', GPT, EOS};
     static const uint8_t trained[] = {0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1};
     lf__tokens t;
@@ -249,7 +252,8 @@ TEST(turns_become_tokens_and_labels)
 
 TEST(vocabularys_ids_come_from_the_record)
 {
-    static const char json[] = "{\"conversations\":[{\"from\":\"human\",\"value\":\"<image>\"},{\"from\":\"gpt\",\"value\":\"x\"}],\"tokens\":[[],[7,999]]}";
+    static const char json[] =
+        "{\"conversations\":[{\"from\":\"human\",\"value\":\"<image>\"},{\"from\":\"gpt\",\"value\":\"x\"}],\"tokens\":[[],[7,999]]}";
     static const int32_t want[] = {1001, 1004, 1003, 1005, 7, 999, 1002};
     lf__tokens t;
     CHECK_OK(tokens_of(json, 1000, 256, &t));
@@ -288,7 +292,8 @@ TEST(broken_records_say_where)
     static const char *const ids[] = {"3", "[[1]]", "[[1],[1],[1]]", "[[1],5]", "[[1],[\"x\"]]", "[[1],[-1]]", "[[1],[1.5]]"};
     for (size_t i = 0; i < LF_COUNT(ids); i++) {
         char json[256];
-        snprintf(json, sizeof json, "{\"turns\":[{\"from\":\"human\",\"value\":\"a\"},{\"from\":\"gpt\",\"value\":\"b\"}],\"tokens\":%s}", ids[i]);
+        snprintf(json, sizeof json,
+                 "{\"turns\":[{\"from\":\"human\",\"value\":\"a\"},{\"from\":\"gpt\",\"value\":\"b\"}],\"tokens\":%s}", ids[i]);
         CHECK_STATUS(tokens_of(json, 100, 256, &t), LF_ERR_FORMAT);
         CHECK_HAS(lf_error_text(), "tokens");
     }

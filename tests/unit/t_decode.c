@@ -119,7 +119,10 @@ TEST(head_names_what_a_file_is_instead)
 {
     static const struct {
         const char *bytes, *name;
-    } files[] = {{"\x89PNG\r\n\x1a\n....", "PNG"}, {"RIFF....WEBPVP8 ", "WebP"}, {"<!DOCTYPE html>...", "HTML"}, {"hello, world, hello", "FF D8"}};
+    } files[] = {{"\x89PNG\r\n\x1a\n....", "PNG"},
+                 {"RIFF....WEBPVP8 ", "WebP"},
+                 {"<!DOCTYPE html>...", "HTML"},
+                 {"hello, world, hello", "FF D8"}};
     lf__jpeg_head head;
     for (size_t i = 0; i < LF_COUNT(files); i++) {
         CHECK_STATUS(lf__jpeg_read_head(files[i].bytes, 16, MOST_PIXELS, &head), LF_ERR_FORMAT);
@@ -156,8 +159,8 @@ TEST(orientations_all_give_the_same_upright_picture)
         }
         free(f.bytes);
     }
-    CHECK(first[2] > 180);                     /* blue, top left */
-    CHECK(first[(S - 1) * 3 + 2] < 80);        /* and only there */
+    CHECK(first[2] > 180);                      /* blue, top left */
+    CHECK(first[(S - 1) * 3 + 2] < 80);         /* and only there */
     CHECK(first[(S - 1) * 3] > first[0] + 100); /* red grows to the right */
 }
 
@@ -211,7 +214,8 @@ TEST(filter_keeps_constants_and_ramps)
     static const struct {
         int32_t n_in, size;
         double from, to;
-    } cases[] = {{100, 10, 0, 100}, {7, 32, 0, 7}, {640, 224, 13.25, 600.5}, {1, 16, 0, 1}, {65500, 64, 0, 65500}, {33, 33, 0, 33}, {5, 8, 4.2, 5}};
+    } cases[] = {{100, 10, 0, 100}, {7, 32, 0, 7}, {640, 224, 13.25, 600.5}, {1, 16, 0, 1}, {65500, 64, 0, 65500},
+                 {33, 33, 0, 33},   {5, 8, 4.2, 5}};
     for (size_t c = 0; c < LF_COUNT(cases); c++) {
         lf__filter f = {0};
         int32_t n = cases[c].size;

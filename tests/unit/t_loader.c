@@ -52,7 +52,8 @@ static lf_dataset *damaged(const char *name, int64_t n, const int64_t *bad, int3
         CHECK_OK(lf_dataset_get(from, i, &s));
         for (int32_t k = 0; k < n_bad; k++)
             if (bad[k] == i) how = k % 3;
-        MDB_val image = {(size_t)s.image_bytes, (void *)(uintptr_t)s.image}, text = {(size_t)s.text_bytes, (void *)(uintptr_t)s.text};
+        MDB_val image = {(size_t)s.image_bytes, (void *)(uintptr_t)s.image},
+                text = {(size_t)s.text_bytes, (void *)(uintptr_t)s.text};
         if (how == 0) image.mv_size /= 2;
         if (how == 1) image = (MDB_val){20, "this is no JPEG file"};
         if (how == 2) text = (MDB_val){3, "{{{"};
@@ -183,8 +184,10 @@ static trace *trace_of(lf_dataset *set, const lf_loader_options *o, int32_t batc
 static void check_same(const row_print *a, const row_print *b, int32_t n, const char *what)
 {
     for (int32_t i = 0; i < n; i++) {
-        if (a[i].index != b[i].index || a[i].epoch != b[i].epoch) FAIL_("%s: row %d is sample %lld, expected %lld", what, i, (long long)b[i].index, (long long)a[i].index);
-        if (memcmp(&a[i].digest, &b[i].digest, sizeof a[i].digest) != 0) FAIL_("%s: row %d (sample %lld) has other contents", what, i, (long long)b[i].index);
+        if (a[i].index != b[i].index || a[i].epoch != b[i].epoch)
+            FAIL_("%s: row %d is sample %lld, expected %lld", what, i, (long long)b[i].index, (long long)a[i].index);
+        if (memcmp(&a[i].digest, &b[i].digest, sizeof a[i].digest) != 0)
+            FAIL_("%s: row %d (sample %lld) has other contents", what, i, (long long)b[i].index);
     }
 }
 
@@ -226,7 +229,8 @@ TEST(batch_holds_what_its_samples_say)
             CHECK_OK(lf_decode_image(s.image, (size_t)s.image_bytes, S, 1 << 20, rgb));
             for (int32_t c = 0; c < 3; c++)
                 for (int32_t p = 0; p < S * S; p++)
-                    CHECK_NEAR(b.images[((int64_t)i * 3 + c) * S * S + p], (rgb[p * 3 + c] / 255.0 - 0.5) / 0.25, 0.51 / 255 / 0.25);
+                    CHECK_NEAR(b.images[((int64_t)i * 3 + c) * S * S + p], (rgb[p * 3 + c] / 255.0 - 0.5) / 0.25,
+                               0.51 / 255 / 0.25);
         }
         CHECK(b.seq - longest < 16);
         CHECK_EQ(b.label_tokens, labels);
@@ -237,7 +241,8 @@ TEST(batch_holds_what_its_samples_say)
     CHECK_OK(lf_loader_get_stats(loader, &st));
     CHECK_EQ(st.batches, 8);
     CHECK_EQ(st.samples, 40);
-    CHECK(st.label_tokens >= label_tokens && st.tokens >= tokens && st.padding_tokens >= padding); /* batches in flight count too */
+    CHECK(st.label_tokens >= label_tokens && st.tokens >= tokens &&
+          st.padding_tokens >= padding); /* batches in flight count too */
     CHECK(st.latency_p50_s > 0 && st.latency_p99_s >= st.latency_p50_s && st.decode_s > 0 && st.read_s > 0 && st.assemble_s > 0);
     lf_loader_close(loader);
     lf_dataset_close(set);
@@ -443,7 +448,8 @@ TEST(resume_gives_the_same_remainder)
                 follow(loader, batches, t);
                 lf_loader_close(loader);
                 for (int32_t b = 0; b < batches; b++)
-                    check_same(whole->row + from * 4 + b * global + r * p.batch_size, t->row + b * p.batch_size, p.batch_size, "resume");
+                    check_same(whole->row + from * 4 + b * global + r * p.batch_size, t->row + b * p.batch_size, p.batch_size,
+                               "resume");
                 free(t);
             }
         }
@@ -606,7 +612,8 @@ TEST(skipped_samples_leave_the_batch_full_and_untrained)
                 int32_t twin = 0;
                 while (b.weight[twin] == 0) twin++;
                 CHECK_EQ(b.index[i], b.index[twin]);
-                CHECK(memcmp(b.images + (size_t)i * 3 * S * S, b.images + (size_t)twin * 3 * S * S, 3 * S * S * sizeof(float)) == 0);
+                CHECK(memcmp(b.images + (size_t)i * 3 * S * S, b.images + (size_t)twin * 3 * S * S, 3 * S * S * sizeof(float)) ==
+                      0);
                 CHECK(memcmp(b.tokens + (size_t)i * b.seq, b.tokens + (size_t)twin * b.seq, (size_t)b.seq * 8) == 0);
             }
         }
@@ -696,7 +703,8 @@ TEST(a_set_of_bad_samples_alone_gives_untrained_batches)
         lf_batch b = {.size = sizeof b};
         CHECK_OK(lf_loader_next(loader, &b, NULL));
         CHECK_EQ(b.label_tokens, 0);
-        for (int32_t i = 0; i < 4; i++) CHECK(b.weight[i] == 0 && b.mask[(int64_t)i * b.seq] == 1 && b.mask[(int64_t)i * b.seq + 1] == 0);
+        for (int32_t i = 0; i < 4; i++)
+            CHECK(b.weight[i] == 0 && b.mask[(int64_t)i * b.seq] == 1 && b.mask[(int64_t)i * b.seq + 1] == 0);
         lf_loader_close(loader);
     }
     lf_dataset_close(set);
@@ -843,7 +851,8 @@ TEST(open_survives_every_failing_allocation)
         lf__alloc_fail_at(i);
         lf_status rc = lf_loader_open(&loader, set, cpu(), &o);
         lf__alloc_fail_at(0);
-        if (rc != LF_ERR_NOMEM || loader) FAIL_("allocation %lld of %lld failed: %s %s", (long long)i, (long long)n, lf_status_name(rc), lf_error_text());
+        if (rc != LF_ERR_NOMEM || loader)
+            FAIL_("allocation %lld of %lld failed: %s %s", (long long)i, (long long)n, lf_status_name(rc), lf_error_text());
         CHECK(strlen(lf_error_text()) > 0);
     }
     lf_dataset_close(set);

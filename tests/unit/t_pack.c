@@ -2,8 +2,8 @@
 /* Packing: scenes (what is in them, their words, their bytes), folders with broken records, targets, full disks. */
 #include <dirent.h>
 #include <jansson.h>
-#include <sys/resource.h>
 #include <signal.h>
+#include <sys/resource.h>
 
 #include "lf_test.h"
 #include "loader/pack_int.h"
@@ -109,8 +109,8 @@ TEST(shapes_have_their_areas)
     static uint8_t rgb[S * S * 3];
     const double r = 0.4, ring = 3.14159265 * (1 - 0.48 * 0.48), h = (0.55 + 2 * 0.55) /* triangle's height / r */;
     const double half_base = (0.55 * 1.5) / 0.8660254, outer = 1.1, inner = 0.45 * 1.1;
-    const double want[LF__SHAPES] = {3.14159265, 4 * 0.84 * 0.84, half_base * h, ring, 8 * 0.32 - 4 * 0.32 * 0.32,
-                                     5 * outer * inner * sin(3.14159265 / 5)};
+    const double want[LF__SHAPES] = {
+        3.14159265, 4 * 0.84 * 0.84, half_base * h, ring, 8 * 0.32 - 4 * 0.32 * 0.32, 5 * outer * inner * sin(3.14159265 / 5)};
     for (int32_t shape = 0; shape < LF__SHAPES; shape++) {
         lf__scene s = {.side = S, .n = 1};
         s.object[0] = (lf__scene_object){.shape = shape, .x = 0.5, .y = 0.5, .r = r, .rgb = {200, 200, 200}};
@@ -118,7 +118,8 @@ TEST(shapes_have_their_areas)
         double area = 0;
         for (int32_t i = 0; i < S * S; i++) area += rgb[i * 3] / 200.0;
         area /= (double)S * S * r * r;
-        if (fabs(area - want[shape]) > 0.02 * want[shape]) FAIL_("%s: area %g, expected %g", lf__shape_names[shape], area, want[shape]);
+        if (fabs(area - want[shape]) > 0.02 * want[shape])
+            FAIL_("%s: area %g, expected %g", lf__shape_names[shape], area, want[shape]);
     }
 }
 
@@ -140,14 +141,16 @@ TEST(texts_and_words_belong_to_the_scene)
         CHECK_EQ(id[2], 259); /* the image's marker */
         longest = t.n > longest ? t.n : longest;
         total += t.n;
-        json_t *root = json_loadb(json.data, json.used, 0, NULL), *turns = json_object_get(root, "turns"), *words = json_object_get(root, "words");
+        json_t *root = json_loadb(json.data, json.used, 0, NULL), *turns = json_object_get(root, "turns"),
+               *words = json_object_get(root, "words");
         CHECK(json_array_size(turns) % 2 == 0 && json_array_size(words) >= 1);
         const char *first = json_string_value(json_object_get(json_array_get(turns, 0), "value"));
         forms[0] += strstr(first, "Describe") != NULL;
         forms[1] += strstr(first, "How many") != NULL;
         for (size_t k = 0; k < json_array_size(words); k++) {
             const json_t *w = json_array_get(words, k);
-            size_t turn = (size_t)json_integer_value(json_object_get(w, "turn")), start = (size_t)json_integer_value(json_object_get(w, "start"));
+            size_t turn = (size_t)json_integer_value(json_object_get(w, "turn")),
+                   start = (size_t)json_integer_value(json_object_get(w, "start"));
             size_t bytes = (size_t)json_integer_value(json_object_get(w, "bytes"));
             const char *kind = json_string_value(json_object_get(w, "kind"));
             CHECK(turn % 2 == 1 && turn < json_array_size(turns));
@@ -155,7 +158,7 @@ TEST(texts_and_words_belong_to_the_scene)
             CHECK(start + bytes < strlen(value) && value[strlen(value) - 1] == '.');
             bool found = false;
             for (int32_t o = 0; o < s.n; o++) {
-                const char *word = strcmp(kind, "colour") == 0 ? lf__colour_names[s.object[o].colour]
+                const char *word = strcmp(kind, "colour") == 0  ? lf__colour_names[s.object[o].colour]
                                    : strcmp(kind, "shape") == 0 ? lf__shape_names[s.object[o].shape]
                                    : strcmp(kind, "place") == 0 ? lf__quadrant_names[s.object[o].quadrant]
                                    : strcmp(kind, "size") == 0  ? (s.object[o].large ? "large" : "small")
@@ -163,7 +166,8 @@ TEST(texts_and_words_belong_to_the_scene)
                                                                 : lf__texture_names[s.object[o].texture];
                 found = found || (strlen(word) == bytes && strncmp(value + start, word, bytes) == 0);
             }
-            if (!found) FAIL_("scene %lld: no object has %s '%.*s' (%s)", (long long)i, kind, (int)bytes, value + start, json.data);
+            if (!found)
+                FAIL_("scene %lld: no object has %s '%.*s' (%s)", (long long)i, kind, (int)bytes, value + start, json.data);
             if (strcmp(kind, "count") != 0 && strcmp(kind, "size") != 0)
                 for (size_t earlier = 0; earlier < turn; earlier++) {
                     const char *text = json_string_value(json_object_get(json_array_get(turns, earlier), "value"));
@@ -416,7 +420,9 @@ TEST(folder_with_tokens_needs_its_vocabulary)
     snprintf(path, sizeof path, "%s", lf_test_path("from_tokens"));
     mkdir(dir, 0777);
     FILE *f = fopen(beside(dir, "/instruct.jsonl"), "w");
-    fputs("{\"id\":\"a\",\"conversations\":[{\"from\":\"human\",\"value\":\"q\"},{\"from\":\"gpt\",\"value\":\"r\"}],\"tokens\":[[5],[6,9]]}\n", f);
+    fputs(
+        "{\"id\":\"a\",\"conversations\":[{\"from\":\"human\",\"value\":\"q\"},{\"from\":\"gpt\",\"value\":\"r\"}],\"tokens\":[[5],[6,9]]}\n",
+        f);
     fclose(f);
     lf_pack_options o = options(0);
     CHECK_STATUS(lf_pack_folder(path, dir, NULL, NULL, 0, &o, NULL, NULL, NULL), LF_ERR_FORMAT);
@@ -448,7 +454,8 @@ TEST(real_folders_pack_without_a_loss)
             lf_pack_options o = options(0);
             lf_pack_summary sum = {.size = sizeof sum};
             o.overwrite = 1;
-            CHECK_OK(lf_pack_folder(lf_test_path(packs[i].name), dir, captions ? "captions.jsonl" : NULL, NULL, 0, &o, NULL, NULL, &sum));
+            CHECK_OK(lf_pack_folder(lf_test_path(packs[i].name), dir, captions ? "captions.jsonl" : NULL, NULL, 0, &o, NULL, NULL,
+                                    &sum));
             CHECK_EQ(sum.samples, packs[i].n);
             CHECK_EQ(sum.images, packs[i].n);
             CHECK_EQ(sum.skipped, 0);

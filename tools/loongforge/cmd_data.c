@@ -115,7 +115,8 @@ static int run(const char *what, const char *out, lf_dataset *set, data_range ra
     lf_dataset_info info = {.size = sizeof info};
     if (lf_dataset_get_info(set, &info) < 0) return cmd_fail_lf(NULL);
     range.n = info.n_samples;
-    if (range.first >= range.n) return cmd_fail("--first is %lld, the set has %lld samples", (long long)range.first, (long long)range.n);
+    if (range.first >= range.n)
+        return cmd_fail("--first is %lld, the set has %lld samples", (long long)range.first, (long long)range.n);
     if (range.end < 0 && strcmp(what, "verify") == 0) range.end = range.n - range.first;
     if (range.end < 0) range.end = strcmp(what, "show") == 0 ? 16 : 20;
     range.end = range.end < range.n - range.first ? range.first + range.end : range.n;
@@ -152,7 +153,8 @@ int lf_cmd_data(int argc, char **argv)
     for (size_t i = 0; i < sizeof actions / sizeof *actions; i++) known = known || strcmp(spec.words[0], actions[i]) == 0;
     if (!known) return cmd_fail_usage("data '%s', expected ls, stat, verify or show", spec.words[0]);
     if ((strcmp(spec.words[0], "show") == 0) != (spec.n_words == 3))
-        return cmd_fail_usage(spec.n_words == 3 ? "'%s' takes no third argument" : "'%s' needs a third argument: the picture's file",
+        return cmd_fail_usage(spec.n_words == 3 ? "'%s' takes no third argument"
+                                                : "'%s' needs a third argument: the picture's file",
                               spec.words[0]);
     if (lf_dataset_open(&set, spec.words[1]) < 0) return cmd_fail_lf(NULL);
     code = run(spec.words[0], spec.n_words == 3 ? spec.words[2] : NULL, set, range, &o);

@@ -165,6 +165,8 @@ int data_show(const lf_dataset *set, const data_range *range, const char *out, i
     if (picture) code = close_output(picture, out, code);
     if (text) code = close_output(text, text_path, code);
     free(s.rgb);
-    if (code == CMD_OK) printf("%s: %lld samples in %d columns; texts in %s\n", out, (long long)(range->end - range->first), s.columns, text_path);
+    if (code == CMD_OK)
+        printf("%s: %lld samples in %d columns; texts in %s\n", out, (long long)(range->end - range->first), s.columns,
+               text_path);
     return code;
 }
