@@ -87,7 +87,7 @@ static lf_dataset *lopsided(const char *name, int32_t n_bad)
     for (int32_t i = 0; i < SIDE * SIDE * 3; i++) rgb[i] = (uint8_t)(i * 7 + i / 997 * 13);
     for (int32_t i = 0; i < 8; i++) {
         lf__buf jpeg = {.max = 64 << 20};
-        char key[16];
+        char key[32];
         int32_t side = i == 0 ? SIDE : 16;
         CHECK_OK(lf__pack_encode(rgb, side, side, 80, false, &jpeg));
         snprintf(key, sizeof key, "%d_image", i);
