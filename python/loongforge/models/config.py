@@ -22,8 +22,8 @@ class Gr00tN16Config:
     experts_per_token: int = 2
     image_size: int = 224
     patch_size: int = 16
-    image_mean: float = 0.5  # the loader hands over (x / 255 - mean) / std
-    image_std: float = 0.25
+    image_scale: float = 1.0  # the model sees images * image_scale + image_shift
+    image_shift: float = 0.0
     max_seq_len: int = 2048  # image patches + text; also the stride of global token indices
     position: str = "none"  # none | learned (added to the input) | rotary (in attention) | both
     attention: str = "sparse"  # sparse | dense
@@ -67,7 +67,6 @@ class Gr00tN16Config:
                 self.experts_per_token,
                 f"1 to {len(self.expert_sizes)}",
             ),
-            (self.image_std > 0, "image_std", self.image_std, "above 0"),
             (self.block_size >= 1, "block_size", self.block_size, "at least 1"),
             (self.local_blocks >= 1, "local_blocks", self.local_blocks, "at least 1 (a query's own block)"),
             (
@@ -122,8 +121,8 @@ PRESETS = {
         expert_sizes=scaled_experts(128),
         image_size=64,
         patch_size=16,
-        image_mean=0.2,  # dark backgrounds come out near zero
-        image_std=1.0,
+        image_scale=0.25,  # (x / 255 - 0.5) / 0.25 becomes x / 255 - 0.2, which puts dark backgrounds near zero
+        image_shift=0.3,
         max_seq_len=256,
         position="both",
         block_size=16,

@@ -114,6 +114,8 @@ class Gr00tN16(nn.Module):
         step = self.step if step is None else step
         tau = c.tau(int(step))
         b, t_text = tokens.shape
+        if (c.image_scale, c.image_shift) != (1.0, 0.0):
+            images = images * c.image_scale + c.image_shift
         patches = self.patch(images).flatten(2).transpose(1, 2)
         t_image = patches.shape[1]
         t = t_image + t_text

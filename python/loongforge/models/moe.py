@@ -58,11 +58,11 @@ class Expert(nn.Module):
 
 
 def expert_mixture(x, expert_ids, weights, experts):
-    """x: (n, d); expert_ids: (n, k) int64, n_experts meaning "no expert"; weights: (n, k) -> y: (n, d), counts: (n_experts)
+    """x: (n, d); expert_ids: (n, k) int64; weights: (n, k) -> y: (n, d), counts: (n_experts) int64
 
-    The reference computation: sort slots by expert (stable), run each expert that has tokens on its slice, bring the
-    rows back and add the k of a token in a fixed order. An accelerated path replaces this function as a whole
-    (`MixtureOfExperts.compute`).
+    The id n_experts means "no expert". The reference: sort slots by expert (stable), run each expert that has
+    tokens on its slice, bring the rows back, add the k of a token in a fixed order. An accelerated path replaces this
+    function as a whole (`MixtureOfExperts.compute`).
     """
     n, k = expert_ids.shape
     slots = expert_ids.flatten()
