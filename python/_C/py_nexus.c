@@ -21,6 +21,7 @@ static lf_status take_exception(const char *what)
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
     const lf_status status = type && PyErr_GivenExceptionMatches(type, PyExc_TimeoutError) ? LF_ERR_TIMEOUT : LF_ERR_PEER;
+    if (type && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt(); /* for the main thread */
     PyObject *name = type ? PyObject_GetAttrString(type, "__name__") : NULL;
     PyObject *text = name && value ? PyUnicode_FromFormat("transport %s: %S: %S", what, name, value) : NULL;
     const char *utf8 = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;

@@ -4,6 +4,7 @@
 import gc
 import math
 import threading
+import time
 import weakref
 
 import pytest
@@ -282,6 +283,26 @@ def test_nexus_turns_exceptions_into_errors(cpu):
         )
         with pytest.raises(_C.Error):
             _C.nexus_begin(nexus)
+
+
+def test_nexus_does_not_swallow_ctrl_c(cpu):
+    class Interrupted(Recorder):
+        def wait(self, ticket, stream, timeout_s):
+            if self.armed:
+                raise KeyboardInterrupt
+
+    m, t = make_map(cpu, [("a", 100, F32, 0)]), Interrupted()
+    t.armed = False
+    nexus = _C.nexus_open(m, t)
+    t.armed = True
+    _C.nexus_begin(nexus)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            _C.nexus_finish(nexus, 0)
+        except _C.Error:
+            pass
+        for _ in range(1000):
+            time.sleep(0.001)
 
 
 def test_nexus_loopback_and_schedule_alone(cpu):
