@@ -14,7 +14,7 @@ typedef struct lf__file lf__file; /* each table's own */
 enum {
     LF_IO_READ = 1,
     LF_IO_WRITE = 2,
-    LF_IO_CREATE = 4,  /* must not exist yet */
+    LF_IO_CREATE = 4, /* must not exist yet */
     LF_IO_TRUNCATE = 8,
 };
 
@@ -22,22 +22,25 @@ enum {
 typedef struct lf__io_ops {
     const char *name;
     lf_status (*open)(lf__io *io, const char *path, int32_t flags, lf__file **out);
-    lf_status (*close)(lf__file *file);                                      /* frees it also on error */
+    lf_status (*close)(lf__file *file); /* frees it also on error */
     /** Reads until `bytes` or the end of file; *got says how many. */
     lf_status (*read)(lf__file *file, int64_t offset, void *data, size_t bytes, size_t *got);
     /** Writes everything or fails. */
     lf_status (*write)(lf__file *file, int64_t offset, const void *data, size_t bytes);
-    lf_status (*sync)(lf__file *file);                                       /* data and size durable. A failure is final: the
+    lf_status (*sync)(lf__file *file); /* data and size durable. A failure is final: the
                                                                                 file's contents are unknown, write elsewhere */
     lf_status (*size)(lf__file *file, int64_t *bytes);
-    lf_status (*reserve)(lf__file *file, int64_t bytes);                     /* space for writing, or LF_ERR_NOSPACE now */
-    lf_status (*rename)(lf__io *io, const char *from, const char *to);       /* replaces `to` */
-    lf_status (*remove)(lf__io *io, const char *path);                       /* a file or an empty folder */
+    lf_status (*reserve)(lf__file *file, int64_t bytes);               /* space for writing, or LF_ERR_NOSPACE now */
+    lf_status (*rename)(lf__io *io, const char *from, const char *to); /* replaces `to` */
+    lf_status (*remove)(lf__io *io, const char *path);                 /* a file or an empty folder */
     lf_status (*make_dir)(lf__io *io, const char *path);
     lf_status (*sync_dir)(lf__io *io, const char *path);
     /** Calls fn for each name in a folder but "." and "..", in any order; stops when fn returns an error and returns it. */
     lf_status (*list)(lf__io *io, const char *path, lf_status (*fn)(void *user, const char *name), void *user);
     lf_status (*exists)(lf__io *io, const char *path, bool *yes);
+    /** Opens or creates a file, takes it for this handle alone and writes the process's number into it; close lets go, and so
+     *  does the end of the process. LF_ERR_STATE when another handle has it: the text says its process. */
+    lf_status (*lock)(lf__io *io, const char *path, lf__file **out);
 } lf__io_ops;
 
 /** A table with its state; tables that need more put lf__io first in their own struct. */

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -63,7 +64,8 @@ static lf_status posix_write(lf__file *file, int64_t offset, const void *data, s
     while (done < bytes) {
         ssize_t n = pwrite(file->fd, (const char *)data + done, bytes - done, offset + (int64_t)done);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return lf__fail_errno(n < 0 ? errno : EIO, "writing %zu bytes at %lld of %s", bytes, (long long)offset, file->path);
+        if (n <= 0)
+            return lf__fail_errno(n < 0 ? errno : EIO, "writing %zu bytes at %lld of %s", bytes, (long long)offset, file->path);
         done += (size_t)n;
     }
     return LF_OK;
@@ -148,6 +150,43 @@ static lf_status posix_exists(lf__io *io, const char *path, bool *yes)
     return *yes || errno == ENOENT || errno == ENOTDIR ? LF_OK : lf__fail_errno(errno, "looking at %s", path);
 }
 
+static lf_status name_holder(int fd, const char *path)
+{
+    char pid[24] = "";
+    ssize_t n = pread(fd, pid, sizeof pid - 1, 0);
+    for (ssize_t i = 0; i < n; i++)
+        if (pid[i] < '0' || pid[i] > '9') pid[i] = 0;
+    return LF_FAIL(LF_ERR_STATE, "%s is held by process %s", path, *pid ? pid : "(unknown)");
+}
+
+static lf_status posix_lock(lf__io *io, const char *path, lf__file **out)
+{
+    (void)io;
+    lf_status rc = LF_OK;
+    char pid[24];
+    *out = NULL;
+    lf__file *file = lf__alloc(sizeof *file + strlen(path) + 1);
+    if (!file) return LF_FAIL(LF_ERR_NOMEM, "locking %s", path);
+    memcpy(file->path, path, strlen(path) + 1);
+    file->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (file->fd < 0) {
+        rc = lf__fail_errno(errno, "cannot open %s", path);
+    } else if (flock(file->fd, LOCK_EX | LOCK_NB) != 0) {
+        rc = errno == EWOULDBLOCK ? name_holder(file->fd, path) : lf__fail_errno(errno, "locking %s", path);
+    } else {
+        int n = snprintf(pid, sizeof pid, "%ld\n", (long)getpid());
+        if (ftruncate(file->fd, 0) != 0 || pwrite(file->fd, pid, (size_t)n, 0) != n)
+            rc = lf__fail_errno(errno, "writing to %s", path);
+    }
+    if (rc < 0) {
+        if (file->fd >= 0) close(file->fd);
+        lf__free(file);
+        return rc;
+    }
+    *out = file;
+    return LF_OK;
+}
+
 static const lf__io_ops posix_ops = {
     .name = "posix",
     .open = posix_open,
@@ -163,6 +202,7 @@ static const lf__io_ops posix_ops = {
     .sync_dir = posix_sync_dir,
     .list = posix_list,
     .exists = posix_exists,
+    .lock = posix_lock,
 };
 
 lf__io *lf__io_posix(void)

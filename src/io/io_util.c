@@ -29,10 +29,7 @@ typedef struct names {
     lf__buf text; /* names, each with its 0 */
 } names;
 
-static lf_status keep_name(void *user, const char *name)
-{
-    return lf__buf_add(&((names *)user)->text, name, strlen(name) + 1);
-}
+static lf_status keep_name(void *user, const char *name) { return lf__buf_add(&((names *)user)->text, name, strlen(name) + 1); }
 
 static lf_status remove_tree(lf__io *io, const char *path, int32_t depth)
 {
