@@ -3,6 +3,7 @@
 
 import gc
 import math
+import signal
 import threading
 import time
 import weakref
@@ -296,13 +297,17 @@ def test_nexus_does_not_swallow_ctrl_c(cpu):
     nexus = _C.nexus_open(m, t)
     t.armed = True
     _C.nexus_begin(nexus)
-    with pytest.raises(KeyboardInterrupt):
-        try:
-            _C.nexus_finish(nexus, 0)
-        except _C.Error:
-            pass
-        for _ in range(1000):
-            time.sleep(0.001)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process starts with it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                _C.nexus_finish(nexus, 0)
+            except _C.Error:
+                pass
+            for _ in range(1000):
+                time.sleep(0.001)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_nexus_loopback_and_schedule_alone(cpu):
