@@ -22,15 +22,15 @@ LF_API const char *lf_part_name(int32_t part);
 
 /** Figures over steps; seconds. Indexed by LF_PART_*. */
 typedef struct lf_clock_summary {
-    size_t size;                   /* set by the caller to sizeof */
-    int64_t steps, tokens;         /* tokens: effective ones, as given to lf_clock_step_end */
-    double wall_s;                 /* sum over steps, from begin to end; time between steps is not in it */
-    double busy_s[LF_N_PARTS];     /* sums */
+    size_t size;               /* set by the caller to sizeof */
+    int64_t steps, tokens;     /* tokens: effective ones, as given to lf_clock_step_end */
+    double wall_s;             /* sum over steps, from begin to end; time between steps is not in it */
+    double busy_s[LF_N_PARTS]; /* sums */
     double exposed_s[LF_N_PARTS];
     double step_p50_s, step_p95_s, step_p99_s, step_max_s; /* percentiles within 3.2 %; of one step: its time */
-    double overlap_efficiency;     /* of the sums: max(busy) / wall; 0 without steps */
+    double overlap_efficiency;                             /* of the sums: max(busy) / wall; 0 without steps */
     double tokens_per_s;
-    int32_t bottleneck;            /* LF_PART_* */
+    int32_t bottleneck; /* LF_PART_* */
 } lf_clock_summary;
 
 /** @param[out] out NULL on error; release with lf_clock_close (NULL is allowed).  @return LF_OK; LF_ERR_NOMEM. */
@@ -62,21 +62,21 @@ typedef struct lf_train_options {
     size_t size;
     char preset[LF_TEXT_MAX];
     char data[LF_TEXT_MAX], val_data[LF_TEXT_MAX];
-    char name[LF_TEXT_MAX];          /* of the run: files go to runs/<name> */
+    char name[LF_TEXT_MAX]; /* of the run: files go to runs/<name> */
     char runs_dir[LF_TEXT_MAX];
     char device[LF_TEXT_MAX];
-    char attention[LF_TEXT_MAX];     /* dsa | dense */
-    char dtype[LF_TEXT_MAX];         /* of weights: auto | f32 | bf16 */
+    char attention[LF_TEXT_MAX]; /* dsa | dense */
+    char dtype[LF_TEXT_MAX];     /* of weights: auto | f32 | bf16 */
     int64_t steps;
-    int32_t batch_size;              /* global, over all ranks and micro steps */
+    int32_t batch_size; /* global, over all ranks and micro steps */
     int32_t micro_steps;
-    int32_t threads;                 /* compute threads; 0: one a core */
+    int32_t threads; /* compute threads; 0: one a core */
     double lr, min_lr_ratio, weight_decay, beta1, beta2, eps, clip;
     int64_t warmup_steps;
     int64_t seed;
     int64_t eval_every, log_every;
-    int32_t resume;                  /* 1: go on from the newest checkpoint of the run */
-    int32_t eval;                    /* 1: evaluate at the end: blanked images, attribute words */
+    int32_t resume; /* 1: go on from the newest checkpoint of the run */
+    int32_t eval;   /* 1: evaluate at the end: blanked images, attribute words */
 } lf_train_options;
 
 #ifdef __cplusplus

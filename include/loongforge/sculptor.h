@@ -16,8 +16,12 @@ extern "C" {
 typedef struct lf_trace lf_trace;
 
 enum {
-    LF_TENSOR_WEIGHT = 0, LF_TENSOR_ACTIVATION = 1, LF_TENSOR_GRADIENT = 2, LF_TENSOR_OPTIMIZER = 3,
-    LF_TENSOR_WORKSPACE = 4, LF_TENSOR_INPUT = 5
+    LF_TENSOR_WEIGHT = 0,
+    LF_TENSOR_ACTIVATION = 1,
+    LF_TENSOR_GRADIENT = 2,
+    LF_TENSOR_OPTIMIZER = 3,
+    LF_TENSOR_WORKSPACE = 4,
+    LF_TENSOR_INPUT = 5
 };
 /** "weight", "activation", "gradient", "optimizer", "workspace", "input"; "?" otherwise. Static. */
 LF_API const char *lf_tensor_role_name(int32_t role);
@@ -38,9 +42,9 @@ typedef struct lf_lifetime {
 /** Options, section "sculptor". */
 typedef struct lf_plan_options {
     size_t size;
-    int64_t align_bytes;    /* default alignment of a block */
-    int64_t capacity_bytes; /* fail when the peak exceeds it; 0: unlimited */
-    double time_limit_s;    /* of the search after the greedy plan */
+    int64_t align_bytes;         /* default alignment of a block */
+    int64_t capacity_bytes;      /* fail when the peak exceeds it; 0: unlimited */
+    double time_limit_s;         /* of the search after the greedy plan */
     int32_t short_ops, long_ops; /* borders of the dynamic classes: below short_ops, up to long_ops, longer */
     char strategy[LF_TEXT_MAX];  /* moefusion | greedy */
 } lf_plan_options;
@@ -48,21 +52,26 @@ typedef struct lf_plan_options {
 /** Classes of tensors by role and lifetime: weights; activations, gradients, inputs and workspaces by how many operators they
  *  live; optimizer state. They are figures about one planned range, not walls inside it. */
 enum {
-    LF_CLASS_STATIC = 0, LF_CLASS_SHORT = 1, LF_CLASS_MEDIUM = 2, LF_CLASS_LONG = 3, LF_CLASS_TRANSIENT = 4, LF_N_CLASSES = 5
+    LF_CLASS_STATIC = 0,
+    LF_CLASS_SHORT = 1,
+    LF_CLASS_MEDIUM = 2,
+    LF_CLASS_LONG = 3,
+    LF_CLASS_TRANSIENT = 4,
+    LF_N_CLASSES = 5
 };
 /** "static", "short", "medium", "long", "transient"; "?" otherwise. Static. */
 LF_API const char *lf_class_name(int32_t klass);
 
 typedef struct lf_plan_summary {
-    size_t size;            /* set by the caller to sizeof */
-    int64_t n;              /* rows */
-    int64_t bound_bytes;    /* largest sum of live bytes: no plan can be smaller */
-    int64_t peak_bytes;     /* what the plan needs, every block rounded up to the alignment that all have in common */
-    int64_t live_sum_bytes; /* of all tensors, as if none shared */
-    double waste;           /* 1 - bound / peak: placement and alignment together; 0 for an empty table */
-    int32_t optimal;        /* 1: no plan is smaller, the peak equals the bound of the rounded sizes */
-    double seconds;         /* that planning took */
-    int64_t class_n[LF_N_CLASSES];          /* rows of each class */
+    size_t size;                   /* set by the caller to sizeof */
+    int64_t n;                     /* rows */
+    int64_t bound_bytes;           /* largest sum of live bytes: no plan can be smaller */
+    int64_t peak_bytes;            /* what the plan needs, every block rounded up to the alignment that all have in common */
+    int64_t live_sum_bytes;        /* of all tensors, as if none shared */
+    double waste;                  /* 1 - bound / peak: placement and alignment together; 0 for an empty table */
+    int32_t optimal;               /* 1: no plan is smaller, the peak equals the bound of the rounded sizes */
+    double seconds;                /* that planning took */
+    int64_t class_n[LF_N_CLASSES]; /* rows of each class */
     int64_t class_peak_bytes[LF_N_CLASSES]; /* largest live sum of the class alone: what a pool with walls would need */
 } lf_plan_summary;
 

@@ -114,9 +114,9 @@ static PyObject *summary_dict(const lf_clock_summary *s)
     }
     return Py_BuildValue("{s:L,s:L,s:d,s:N,s:N,s:d,s:d,s:d,s:d,s:d,s:d,s:s}", "steps", (long long)s->steps, "tokens",
                          (long long)s->tokens, "wall_s", s->wall_s, "busy_s", busy, "exposed_s", exposed, "step_p50_s",
-                         s->step_p50_s, "step_p95_s", s->step_p95_s, "step_p99_s", s->step_p99_s, "step_max_s",
-                         s->step_max_s, "overlap_efficiency", s->overlap_efficiency, "tokens_per_s", s->tokens_per_s,
-                         "bottleneck", lf_part_name(s->bottleneck));
+                         s->step_p50_s, "step_p95_s", s->step_p95_s, "step_p99_s", s->step_p99_s, "step_max_s", s->step_max_s,
+                         "overlap_efficiency", s->overlap_efficiency, "tokens_per_s", s->tokens_per_s, "bottleneck",
+                         lf_part_name(s->bottleneck));
 }
 
 /* clock_step_end(clock, tokens) -> dict of this step */

@@ -30,9 +30,8 @@ static int32_t role_of(PyObject *object)
         for (int32_t i = 0; i <= LF_TENSOR_INPUT; i++)
             if (strcmp(name, lf_tensor_role_name(i)) == 0) return i;
     }
-    PyErr_Format(PyExc_ValueError,
-                 "role is %R, expected weight, activation, gradient, optimizer, workspace, input or 0 to %d", object,
-                 LF_TENSOR_INPUT);
+    PyErr_Format(PyExc_ValueError, "role is %R, expected weight, activation, gradient, optimizer, workspace, input or 0 to %d",
+                 object, LF_TENSOR_INPUT);
     return -1;
 }
 
@@ -94,10 +93,10 @@ static PyObject *trace_plan(PyObject *self, PyObject *args)
         Py_XDECREF(peaks);
         return NULL;
     }
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:N,s:d,s:N,s:N}", "n", (long long)s.n, "bound_bytes",
-                         (long long)s.bound_bytes, "peak_bytes", (long long)s.peak_bytes, "live_sum_bytes",
-                         (long long)s.live_sum_bytes, "waste", s.waste, "optimal", PyBool_FromLong(s.optimal), "seconds",
-                         s.seconds, "class_n", counts, "class_peak_bytes", peaks);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:N,s:d,s:N,s:N}", "n", (long long)s.n, "bound_bytes", (long long)s.bound_bytes,
+                         "peak_bytes", (long long)s.peak_bytes, "live_sum_bytes", (long long)s.live_sum_bytes, "waste", s.waste,
+                         "optimal", PyBool_FromLong(s.optimal), "seconds", s.seconds, "class_n", counts, "class_peak_bytes",
+                         peaks);
 }
 
 /* trace_rows(trace) -> [(name, module, role name, stream, first, last, bytes, align, offset), …] */

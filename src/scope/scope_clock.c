@@ -109,8 +109,7 @@ lf_status lf_clock_part_begin(lf_clock *clock, int32_t part)
     lf__unlock(clock->lock);
     if (!in_step) return LF_FAIL(LF_ERR_STATE, "part %s begins outside a step", lf_part_name(part));
     if (open >= 0)
-        return LF_FAIL(LF_ERR_STATE, "part %s begins inside part %s; parts do not nest", lf_part_name(part),
-                       lf_part_name(open));
+        return LF_FAIL(LF_ERR_STATE, "part %s begins inside part %s; parts do not nest", lf_part_name(part), lf_part_name(open));
     return LF_OK;
 }
 
@@ -128,8 +127,7 @@ lf_status lf_clock_part_end(lf_clock *clock, int32_t part)
     }
     lf__unlock(clock->lock);
     if (open != part)
-        return LF_FAIL(LF_ERR_STATE, "part %s ends, open is %s", lf_part_name(part),
-                       open < 0 ? "none" : lf_part_name(open));
+        return LF_FAIL(LF_ERR_STATE, "part %s ends, open is %s", lf_part_name(part), open < 0 ? "none" : lf_part_name(open));
     return LF_OK;
 }
 
@@ -207,8 +205,7 @@ lf_status lf_clock_step_end(lf_clock *clock, int64_t tokens, lf_clock_summary *l
 lf_status lf_clock_get(const lf_clock *clock, lf_clock_summary *summary)
 {
     LF_CHECK_ARG(clock && summary, "clock or summary is NULL");
-    LF_CHECK_ARG(summary->size == sizeof *summary, "clock summary: size is %zu, expected %zu", summary->size,
-                 sizeof *summary);
+    LF_CHECK_ARG(summary->size == sizeof *summary, "clock summary: size is %zu, expected %zu", summary->size, sizeof *summary);
     lf__lock(clock->lock);
     fill_summary(summary, &clock->sum);
     summary->step_p50_s = lf__hist_percentile(&clock->hist, 50);

@@ -33,12 +33,9 @@ static const lf_option rows[] = {
     LF_ROW_I64(lf_train_options, seed, "1", 0, 9007199254740991.0,
                "seed of weights, order of samples, augmentation and router noise"),
     LF_ROW_I64(lf_train_options, eval_every, "200", 0, 1e12, "steps between evaluations; 0: only at the end"),
-    LF_ROW_I64(lf_train_options, log_every, "10", 1, 1e12,
-               "steps between lines on the console; the log file has every step"),
-    LF_ROW_BOOL(lf_train_options, resume, "false",
-                "go on from the newest checkpoint of the run; start anew when it has none"),
-    LF_ROW_BOOL(lf_train_options, eval, "true",
-                "evaluate at the end: held-out loss, blanked images, colour and shape words"),
+    LF_ROW_I64(lf_train_options, log_every, "10", 1, 1e12, "steps between lines on the console; the log file has every step"),
+    LF_ROW_BOOL(lf_train_options, resume, "false", "go on from the newest checkpoint of the run; start anew when it has none"),
+    LF_ROW_BOOL(lf_train_options, eval, "true", "evaluate at the end: held-out loss, blanked images, colour and shape words"),
 };
 
 const lf_options_section lf__train_section = {"train", "a training run", rows, LF_COUNT(rows), sizeof(lf_train_options)};

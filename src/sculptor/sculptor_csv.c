@@ -10,21 +10,7 @@
 enum { MOST_COLUMNS = 64, MAX_FILE = 1 << 30 };
 
 /* Fields of one column; END is `end`, the inclusive form of UPPER. */
-enum {
-    F_ID,
-    F_LOWER,
-    F_UPPER,
-    F_END,
-    F_SIZE,
-    F_ALIGN,
-    F_OFFSET,
-    F_NAME,
-    F_MODULE,
-    F_ROLE,
-    F_STREAM,
-    N_FIELDS,
-    F_OTHER = -1
-};
+enum { F_ID, F_LOWER, F_UPPER, F_END, F_SIZE, F_ALIGN, F_OFFSET, F_NAME, F_MODULE, F_ROLE, F_STREAM, N_FIELDS, F_OTHER = -1 };
 
 static const struct {
     const char *name;
@@ -44,7 +30,6 @@ typedef struct reader {
     int64_t next_line;
     char *cell[MOST_COLUMNS];
     int32_t n_cells;
-    int32_t field[MOST_COLUMNS];         /* of each column */
     int32_t n_columns, column[N_FIELDS]; /* column of each field, -1: none */
 } reader;
 
@@ -55,8 +40,7 @@ static lf_status read_cell(reader *r, char **cell, char *end)
     *cell = to;
     if (r->at < r->stop && *r->at == '"') {
         for (r->at++;; r->at++) {
-            if (r->at >= r->stop)
-                return LF_FAIL(LF_ERR_FORMAT, "%s:%lld: quote without an end", r->path, (long long)r->line);
+            if (r->at >= r->stop) return LF_FAIL(LF_ERR_FORMAT, "%s:%lld: quote without an end", r->path, (long long)r->line);
             if (*r->at == '"' && *++r->at != '"') break; /* a doubled quote is one */
             if (*r->at == '\n') r->next_line++;
             *to++ = *r->at;
@@ -103,7 +87,7 @@ static lf_status read_header(reader *r)
     if (rc == LF_END) return LF_FAIL(LF_ERR_FORMAT, "%s is empty, expected a line of column names", r->path);
     r->n_columns = r->n_cells;
     for (int32_t i = 0; i < r->n_cells; i++) {
-        int32_t f = r->field[i] = field_of(r->cell[i]);
+        int32_t f = field_of(r->cell[i]);
         if (f == F_OTHER) continue;
         if (r->column[f] >= 0)
             return LF_FAIL(LF_ERR_FORMAT, "%s:%lld: two columns say '%s'", r->path, (long long)r->line, field_names[f]);
@@ -119,10 +103,7 @@ static lf_status read_header(reader *r)
     return LF_OK;
 }
 
-static const char *cell_of(const reader *r, int32_t field)
-{
-    return r->column[field] >= 0 ? r->cell[r->column[field]] : "";
-}
+static const char *cell_of(const reader *r, int32_t field) { return r->column[field] >= 0 ? r->cell[r->column[field]] : ""; }
 
 /* A whole number; an empty cell or an absent column is `absent`. */
 static lf_status read_number(const reader *r, int32_t field, int64_t absent, int64_t *value)
@@ -147,8 +128,8 @@ static lf_status read_role(const reader *r, int32_t *role)
     *role = text[0] ? lf__tensor_role(text) : LF_TENSOR_ACTIVATION;
     if (*role >= 0) return LF_OK;
     return LF_FAIL(LF_ERR_FORMAT,
-                   "%s:%lld: role is '%.40s', expected weight, activation, gradient, optimizer, workspace or input",
-                   r->path, (long long)r->line, text);
+                   "%s:%lld: role is '%.40s', expected weight, activation, gradient, optimizer, workspace or input", r->path,
+                   (long long)r->line, text);
 }
 
 static lf_status read_row(const reader *r, lf_trace *trace)
@@ -158,8 +139,8 @@ static lf_status read_row(const reader *r, lf_trace *trace)
     lf_status rc = LF_OK;
     bool inclusive = r->column[F_UPPER] < 0;
     if (r->n_cells != r->n_columns)
-        LF_THROW(LF_ERR_FORMAT, "%s:%lld: %d cells, expected %d as in the first line", r->path, (long long)r->line,
-                 r->n_cells, r->n_columns);
+        LF_THROW(LF_ERR_FORMAT, "%s:%lld: %d cells, expected %d as in the first line", r->path, (long long)r->line, r->n_cells,
+                 r->n_columns);
     LF_TRY(read_number(r, F_LOWER, 0, &row.first));
     LF_TRY(read_number(r, inclusive ? F_END : F_UPPER, 0, &row.last));
     LF_TRY(read_number(r, F_SIZE, 0, &row.bytes));

@@ -9,7 +9,7 @@
 /* Pairs compared in a second by an ordinary core: turns the time limit into a budget of work. */
 #define PAIRS_PER_SECOND 6e8
 /* The search is cut off when a slow machine needs this many times the limit and a second. */
-#define SLOWEST   4.0
+#define SLOWEST 4.0
 #define SLOWEST_S 1.0
 
 const char *lf_class_name(int32_t klass)
@@ -148,19 +148,14 @@ static lf_status problem_alloc(lf__problem *p, int64_t n)
     p->placed.end = lf__alloc_array(room, sizeof *p->placed.end);
     p->offset = lf__alloc_array(room, sizeof *p->offset);
     p->best = lf__alloc_array(room, sizeof *p->best);
-    bool complete =
-        p->block && p->placed.first && p->placed.last && p->placed.offset && p->placed.end && p->offset && p->best;
+    bool complete = p->block && p->placed.first && p->placed.last && p->placed.offset && p->placed.end && p->offset && p->best;
     return complete ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "plan of %lld tensors", (long long)n);
 }
 
-static bool always_live(const live_sums *s, int64_t i)
-{
-    return s->rank[i].first == 0 && s->rank[i].last == s->n_times - 1;
-}
+static bool always_live(const live_sums *s, int64_t i) { return s->rank[i].first == 0 && s->rank[i].last == s->n_times - 1; }
 
 /* Rows that live through the whole trace go to the bottom, widest alignment first; the rest become blocks. */
-static void fill_problem(lf__problem *p, const lf_trace *trace, const lf_plan_options *o, const live_sums *s,
-                         int64_t *offset)
+static void fill_problem(lf__problem *p, const lf_trace *trace, const lf_plan_options *o, const live_sums *s, int64_t *offset)
 {
     for (int64_t above = INT64_MAX; above > 0;) { /* one round an alignment */
         int64_t align = 0;
@@ -207,8 +202,8 @@ static lf_status solve(lf__problem *p, const lf_plan_options *o, int64_t started
 
 /* ---- the result */
 
-static void summarise(lf_plan_summary *out, const lf_trace *trace, const lf_plan_options *o, live_sums *s,
-                      const lf__problem *p, int64_t started_ns)
+static void summarise(lf_plan_summary *out, const lf_trace *trace, const lf_plan_options *o, live_sums *s, const lf__problem *p,
+                      int64_t started_ns)
 {
     *out = (lf_plan_summary){.size = sizeof *out, .n = trace->n, .peak_bytes = p->best_peak};
     out->bound_bytes = largest_sum(s, trace, o, -1, 1, NULL);
@@ -238,8 +233,8 @@ static void name_largest(const lf_trace *trace, const live_sums *s, int64_t rank
         if (best < 0) return;
         taken[k] = best;
         const lf__row *row = &trace->rows[best];
-        int n = snprintf(text + used, size - used, "%s'%.60s' %lld bytes (%s)", k ? ", " : "", row->name,
-                         (long long)row->bytes, lf_tensor_role_name(row->role));
+        int n = snprintf(text + used, size - used, "%s'%.60s' %lld bytes (%s)", k ? ", " : "", row->name, (long long)row->bytes,
+                         lf_tensor_role_name(row->role));
         if (n < 0 || (size_t)n >= size - used) return;
         used += (size_t)n;
     }
@@ -270,8 +265,8 @@ static lf_status fail_capacity(const lf_trace *trace, const lf_plan_options *o, 
                                      : "a smaller plan is not ruled out: raise time_limit_s");
 }
 
-static lf_status plan_rows(lf_trace *trace, const lf_plan_options *o, lf_plan_summary *summary, live_sums *s,
-                           lf__problem *p, int64_t *offset)
+static lf_status plan_rows(lf_trace *trace, const lf_plan_options *o, lf_plan_summary *summary, live_sums *s, lf__problem *p,
+                           int64_t *offset)
 {
     int64_t started = lf__now_ns();
     lf_status rc;
@@ -300,8 +295,7 @@ lf_status lf_trace_plan(lf_trace *trace, const lf_plan_options *opts, lf_plan_su
                  sizeof *summary);
     lf_status rc = lf__options_take("sculptor", &o, sizeof o, opts);
     if (rc < 0) return rc;
-    LF_CHECK_ARG(o.short_ops <= o.long_ops, "[sculptor] short_ops is %d, expected at most long_ops, %d", o.short_ops,
-                 o.long_ops);
+    LF_CHECK_ARG(o.short_ops <= o.long_ops, "[sculptor] short_ops is %d, expected at most long_ops, %d", o.short_ops, o.long_ops);
     LF_CHECK_ARG(trace->n == 0 || o.align_bytes <= (LF_TRACE_MAX_BYTES - trace->total_bytes) / trace->n / 2,
                  "[sculptor] align_bytes is %lld, too much for %lld rows", (long long)o.align_bytes, (long long)trace->n);
     int64_t *offset = lf__alloc_array((size_t)trace->n, sizeof *offset);

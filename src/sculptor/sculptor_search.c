@@ -35,10 +35,7 @@ static void make_order(const lf__problem *p, int32_t kind, sort_key *keys, int32
         const lf__block *b = &p->block[i];
         double bytes = (double)b->bytes, duration = b->last - b->first;
         keys[i].index = i;
-        keys[i].key = kind == BY_BYTES      ? bytes
-                      : kind == BY_AREA     ? bytes * duration
-                      : kind == BY_DURATION ? duration
-                                            : -b->first;
+        keys[i].key = kind == BY_BYTES ? bytes : kind == BY_AREA ? bytes * duration : kind == BY_DURATION ? duration : -b->first;
         keys[i].second = kind == BY_BYTES ? duration : bytes;
     }
     qsort(keys, (size_t)p->n, sizeof keys[0], compare_keys);
@@ -141,8 +138,7 @@ lf_status lf__plan_search(lf__problem *p)
 {
     lf_status rc = LF_OK;
     sort_key *keys = lf__alloc_array((size_t)p->n, sizeof *keys);
-    int32_t *order = lf__alloc_array((size_t)p->n, sizeof *order),
-            *best_order = lf__alloc_array((size_t)p->n, sizeof *order);
+    int32_t *order = lf__alloc_array((size_t)p->n, sizeof *order), *best_order = lf__alloc_array((size_t)p->n, sizeof *order);
     if (!keys || !order || !best_order) LF_THROW(LF_ERR_NOMEM, "plan of %d tensors", p->n);
     int32_t fit = try_orders(p, keys, order, best_order);
     if (p->n > 1) search_orders(p, fit, order, best_order);

@@ -51,8 +51,8 @@ static lf_status check_row(const lf_trace *trace, const lf_lifetime *row)
     LF_CHECK_ARG(row->last > row->first, "tensor '%s' lives from %lld to %lld, expected last after first (half open)", name,
                  (long long)row->first, (long long)row->last);
     LF_CHECK_ARG(row->bytes >= 0, "tensor '%s' has %lld bytes, expected 0 or more", name, (long long)row->bytes);
-    LF_CHECK_ARG(row->role >= 0 && row->role < (int32_t)LF_COUNT(role_names), "tensor '%s' has role %d, expected 0 to %zu",
-                 name, row->role, LF_COUNT(role_names) - 1);
+    LF_CHECK_ARG(row->role >= 0 && row->role < (int32_t)LF_COUNT(role_names), "tensor '%s' has role %d, expected 0 to %zu", name,
+                 row->role, LF_COUNT(role_names) - 1);
     LF_CHECK_ARG(row->align_bytes >= 0 && row->align_bytes <= (int64_t)1 << 40,
                  "tensor '%s' is aligned to %lld bytes, expected 0 (default) to 2^40", name, (long long)row->align_bytes);
     LF_CHECK_ARG(row->offset >= -1 && row->offset <= LF_TRACE_MAX_BYTES,

@@ -56,8 +56,8 @@ static lf_status fail_overlap(const lf_trace *trace, int64_t i, int64_t j)
         LF_ERR_CORRUPT,
         "rows %lld '%s' and %lld '%s' overlap: bytes [%lld, %lld) live [%lld, %lld), bytes [%lld, %lld) live [%lld, %lld)",
         (long long)i, a->name, (long long)j, b->name, (long long)a->offset, (long long)(a->offset + a->bytes),
-        (long long)a->first, (long long)a->last, (long long)b->offset, (long long)(b->offset + b->bytes),
-        (long long)b->first, (long long)b->last);
+        (long long)a->first, (long long)a->last, (long long)b->offset, (long long)(b->offset + b->bytes), (long long)b->first,
+        (long long)b->last);
 }
 
 static lf_status sweep(const lf_trace *trace, const edge *edges, int64_t n_edges, int64_t *live)

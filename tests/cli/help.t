@@ -2,11 +2,11 @@ $ loongforge
 usage: loongforge [--verbose | --quiet] COMMAND [ARGUMENTS]
 
   pack      make a data set: drawn scenes (--scenes N) or a folder of files (--from DIR)
-  data      look into a data set: info, show, verify
+  data      look into a data set: ls, stat, verify, show
   train     train a model; --resume goes on where a run stopped
   vault     checkpoints: list, verify, merge
   mem       lifetime tables: plan, table
-  sync      gradient reduction: the schedule of a model, a self-test
+  sync      gradient reduction: the schedule of a layout
   config    every option with its default, range and meaning; --toml makes a file
   doctor    what this machine has, what is missing and what that means
   version   versions of the library and its interface

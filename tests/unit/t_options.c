@@ -22,8 +22,7 @@ TEST(every_row_is_complete)
             const lf_option *r = &s->rows[j];
             if (!r->help || strlen(r->help) < 10) FAIL_("[%s] %s has no help", s->name, r->name);
             CHECK(r->offset >= sizeof(size_t) && r->offset < s->struct_bytes);
-            if (r->type != LF_OPT_TEXT && !(r->min < r->max))
-                FAIL_("[%s] %s: bounds %g to %g", s->name, r->name, r->min, r->max);
+            if (r->type != LF_OPT_TEXT && !(r->min < r->max)) FAIL_("[%s] %s: bounds %g to %g", s->name, r->name, r->min, r->max);
             for (uint32_t k = 0; k < j; k++) {
                 CHECK(strcmp(r->name, s->rows[k].name) != 0);
                 CHECK(r->offset != s->rows[k].offset);
@@ -103,11 +102,9 @@ TEST(byte_counts_take_units)
     static const struct {
         const char *text;
         int64_t value;
-    } rows[] = {{"64", 64},           {"1KiB", 1024},
-                {"1K", 1024},         {"2k", 2000},
-                {"16MB", 16000000},   {"1.5GiB", 1610612736},
-                {"16 MiB", 16777216}, {"1e6", 1000000},
-                {"1G", 1073741824},   {"0", 0}};
+    } rows[] = {
+        {"64", 64},           {"1KiB", 1024},   {"1K", 1024},       {"2k", 2000}, {"16MB", 16000000}, {"1.5GiB", 1610612736},
+        {"16 MiB", 16777216}, {"1e6", 1000000}, {"1G", 1073741824}, {"0", 0}};
     lf_plan_options o;
     CHECK_OK(lf_options_init("sculptor", &o, sizeof o));
     for (size_t i = 0; i < LF_COUNT(rows); i++) {

@@ -16,13 +16,8 @@ static lf_trace *open_trace(void)
 
 static lf_lifetime row_of(const char *name, int32_t role, int64_t first, int64_t last, int64_t bytes)
 {
-    return (lf_lifetime){.size = sizeof(lf_lifetime),
-                         .name = name,
-                         .role = role,
-                         .first = first,
-                         .last = last,
-                         .bytes = bytes,
-                         .offset = -1};
+    return (lf_lifetime){
+        .size = sizeof(lf_lifetime), .name = name, .role = role, .first = first, .last = last, .bytes = bytes, .offset = -1};
 }
 
 static void add(lf_trace *t, const char *name, int32_t role, int64_t first, int64_t last, int64_t bytes)
@@ -266,8 +261,7 @@ static lf_trace *training_trace(int32_t layers, int32_t ops)
     for (int64_t op = 0; op < half; op++) {
         add(t, "act", LF_TENSOR_ACTIVATION, op, 2 * half - op + lf__rng_below(&rng, 3), sizes[lf__rng_below(&rng, 7)]);
         add(t, "tmp", LF_TENSOR_WORKSPACE, op, op + 1 + lf__rng_below(&rng, 4), sizes[lf__rng_below(&rng, 7)]);
-        add(t, "grad", LF_TENSOR_GRADIENT, half + op, half + op + 1 + lf__rng_below(&rng, 3),
-            sizes[lf__rng_below(&rng, 7)]);
+        add(t, "grad", LF_TENSOR_GRADIENT, half + op, half + op + 1 + lf__rng_below(&rng, 3), sizes[lf__rng_below(&rng, 7)]);
         if (op % ops == ops - 1) add(t, "dW", LF_TENSOR_GRADIENT, half + op, end - 2, 65536 * 4);
     }
     return t;
@@ -450,17 +444,13 @@ TEST(misaligned_or_unplanned_rows_are_found)
 
 /* ---- CSV */
 
-static void write_text(const char *path, const char *text)
-{
-    CHECK_OK(lf__io_replace(lf__io_posix(), path, text, strlen(text)));
-}
+static void write_text(const char *path, const char *text) { CHECK_OK(lf__io_replace(lf__io_posix(), path, text, strlen(text))); }
 
 TEST(csv_reads_back_what_was_written)
 {
     lf__rng rng;
     lf__rng_init(&rng, 41, 0, 0, 0);
-    static const char *const names[] = {"plain",   "with,comma", "with \"quotes\"", "two\nlines", "",
-                                        " blank ", "\"",         "ümlaut"};
+    static const char *const names[] = {"plain", "with,comma", "with \"quotes\"", "two\nlines", "", " blank ", "\"", "ümlaut"};
     lf_trace *t = open_trace(), *back = open_trace();
     for (int32_t i = 0; i < 300; i++) {
         lf_lifetime row = row_of(names[i % 8], i % 6, -i, i * 1000 + 1, lf__rng_below(&rng, 1000000));
@@ -597,8 +587,7 @@ TEST(minimalloc_benchmark_is_planned)
         lf_plan_summary s = plan(t, &o);
         CHECK_OK(lf_trace_validate(t, s.peak_bytes));
         CHECK(s.bound_bytes > 900000 && s.bound_bytes <= 1048576);
-        if ((double)s.peak_bytes > 1.25 * (double)s.bound_bytes)
-            FAIL_("%s: %lld bytes", entry->d_name, (long long)s.peak_bytes);
+        if ((double)s.peak_bytes > 1.25 * (double)s.bound_bytes) FAIL_("%s: %lld bytes", entry->d_name, (long long)s.peak_bytes);
         lf_trace_close(t);
         n++;
     }

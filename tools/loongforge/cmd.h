@@ -15,11 +15,11 @@
 /* name, help; one row a command, in the order in which `loongforge help` lists them */
 #define LF_COMMANDS(X)                                                                      \
     X(pack, "make a data set: drawn scenes (--scenes N) or a folder of files (--from DIR)") \
-    X(data, "look into a data set: info, show, verify")                                     \
+    X(data, "look into a data set: ls, stat, verify, show")                                 \
     X(train, "train a model; --resume goes on where a run stopped")                         \
     X(vault, "checkpoints: list, verify, merge")                                            \
     X(mem, "lifetime tables: plan, table")                                                  \
-    X(sync, "gradient reduction: the schedule of a model, a self-test")                     \
+    X(sync, "gradient reduction: the schedule of a layout")                                 \
     X(config, "every option with its default, range and meaning; --toml makes a file")      \
     X(doctor, "what this machine has, what is missing and what that means")                 \
     X(version, "versions of the library and its interface")                                 \

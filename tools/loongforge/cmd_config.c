@@ -25,8 +25,8 @@ static void print_section(const lf_options_section *s)
     for (uint32_t i = 0; i < s->n_rows; i++) {
         const lf_option *row = &s->rows[i];
         print_range(range, sizeof range, row);
-        printf("  %-20s %-4s  %s%s%s  (%s)\n", row->name, type_name(row), row->type == LF_OPT_TEXT ? "\"" : "",
-               row->default_text, row->type == LF_OPT_TEXT ? "\"" : "", range);
+        printf("  %-20s %-4s  %s%s%s  (%s)\n", row->name, type_name(row), row->type == LF_OPT_TEXT ? "\"" : "", row->default_text,
+               row->type == LF_OPT_TEXT ? "\"" : "", range);
         printf("    %s\n", row->help);
     }
 }

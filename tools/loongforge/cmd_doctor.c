@@ -77,10 +77,8 @@ int lf_cmd_doctor(int argc, char **argv)
     int json = 0;
     const cmd_extra extras[] = {
         {"json", NULL, "the report as JSON: version, ok, rows of name, state, found, meaning", NULL, &json}};
-    cmd_spec spec = {.usage = "doctor [--json]",
-                     .help = "Exit code 1 when something will break, else 0.",
-                     .extras = extras,
-                     .n_extras = 1};
+    cmd_spec spec = {
+        .usage = "doctor [--json]", .help = "Exit code 1 when something will break, else 0.", .extras = extras, .n_extras = 1};
     int code = cmd_parse(&spec, argc, argv);
     if (code != CMD_GO) return code;
     doctor_report *report = calloc(1, sizeof *report);

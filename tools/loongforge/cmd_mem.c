@@ -29,12 +29,11 @@ static void print_plan(const lf_plan_summary *s)
     for (int32_t k = 0; k < LF_N_CLASSES; k++) {
         char text[24];
         walls += s->class_peak_bytes[k];
-        printf("%-12s %16lld %16lld bytes  %10s\n", lf_class_name(k), (long long)s->class_n[k],
-               (long long)s->class_peak_bytes[k], cmd_bytes(text, sizeof text, s->class_peak_bytes[k]));
+        printf("%-12s %16lld %16lld bytes  %10s\n", lf_class_name(k), (long long)s->class_n[k], (long long)s->class_peak_bytes[k],
+               cmd_bytes(text, sizeof text, s->class_peak_bytes[k]));
     }
     if (s->peak_bytes > 0)
-        printf("Pools with walls between the classes would need %.3f times the plan.\n",
-               (double)walls / (double)s->peak_bytes);
+        printf("Pools with walls between the classes would need %.3f times the plan.\n", (double)walls / (double)s->peak_bytes);
     printf("planned in %.3f s\n", s->seconds);
 }
 
@@ -42,8 +41,7 @@ static int plan(lf_trace *trace, const lf_plan_options *o, const char *out)
 {
     lf_plan_summary s = {.size = sizeof s};
     if (lf_trace_plan(trace, o, &s) < 0) return cmd_fail_lf(NULL);
-    if (lf_trace_validate(trace, s.peak_bytes) < 0)
-        return cmd_fail_lf("the plan does not pass its check, nothing is written");
+    if (lf_trace_validate(trace, s.peak_bytes) < 0) return cmd_fail_lf("the plan does not pass its check, nothing is written");
     if (out && lf_trace_write_csv(trace, out) < 0) return cmd_fail_lf(NULL);
     print_plan(&s);
     if (out) printf("written to %s\n", out);
@@ -131,8 +129,7 @@ int lf_cmd_mem(int argc, char **argv)
     long rows = strtol(rows_text, &end, 10);
     if (*end || end == rows_text || rows < 0) return cmd_fail_usage("--rows is '%s', expected a whole number", rows_text);
     int is_plan = strcmp(spec.words[0], "plan") == 0;
-    if (!is_plan && strcmp(spec.words[0], "table") != 0)
-        return cmd_fail_usage("mem '%s', expected plan or table", spec.words[0]);
+    if (!is_plan && strcmp(spec.words[0], "table") != 0) return cmd_fail_usage("mem '%s', expected plan or table", spec.words[0]);
     if (lf_trace_open(&trace) < 0 || lf_trace_read_csv(trace, spec.words[1]) < 0) code = cmd_fail_lf(NULL);
     else code = is_plan ? plan(trace, &o, out) : print_table(trace, rows);
     lf_trace_close(trace);

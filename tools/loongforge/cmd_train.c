@@ -54,8 +54,7 @@ int lf_cmd_train(int argc, char **argv)
     const cmd_extra extras[] = {
         {"config", "FILE.toml", "options from a file; arguments win (`loongforge config --toml`)", &config, NULL}};
     cmd_spec spec = {.usage = "train --data DIR [--config FILE.toml] [--KEY VALUE] [--SECTION.KEY VALUE]",
-                     .help =
-                         "Keys of [train] stand alone; those of other sections carry its name: --vault.diff_interval 20.",
+                     .help = "Keys of [train] stand alone; those of other sections carry its name: --vault.diff_interval 20.",
                      .sections = sections,
                      .n_sections = 6,
                      .n_plain = 1,

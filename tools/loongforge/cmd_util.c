@@ -302,8 +302,8 @@ static int print_bar(const cmd_progress *bar, char *line, size_t size, int64_t d
     for (int i = 0; i < 30; i++) cells[i] = i < (int)(share * 30) ? '#' : '.';
     cells[30] = 0;
     if (share > 0) cmd_seconds(left, sizeof left, passed / share - passed);
-    return snprintf(line, size, "%s [%s] %3.0f%% %lld/%lld %s, %.0f/s, %s left", bar->what, cells, share * 100,
-                    (long long)done, (long long)total, bar->unit, passed > 0 ? (double)done / passed : 0, left);
+    return snprintf(line, size, "%s [%s] %3.0f%% %lld/%lld %s, %.0f/s, %s left", bar->what, cells, share * 100, (long long)done,
+                    (long long)total, bar->unit, passed > 0 ? (double)done / passed : 0, left);
 }
 
 int32_t cmd_progress_update(void *user, int64_t done, int64_t total)

@@ -13,7 +13,7 @@
 
 #include "doctor.h"
 
-#define TEXT_OF(x)      #x
+#define TEXT_OF(x) #x
 #define VERSION_TEXT(x) TEXT_OF(x)
 
 static void add_linked(doctor_report *report, const char *name, const char *version)
@@ -188,8 +188,7 @@ static const struct {
     {803, DOCTOR_BROKEN,
      "kernel module and user library of the driver differ in version: reboot, or install both from one package"},
     {804, DOCTOR_BROKEN, "forward compatibility is not supported on this GPU: remove the cuda-compat libraries"},
-    {999, DOCTOR_BROKEN,
-     "unknown error: kernel module not loaded or its device files missing; look at nvidia-smi and dmesg"},
+    {999, DOCTOR_BROKEN, "unknown error: kernel module not loaded or its device files missing; look at nvidia-smi and dmesg"},
 };
 
 static void check_gpus(doctor_report *report, void *cuda)

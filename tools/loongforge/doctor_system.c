@@ -42,8 +42,7 @@ static double quota_cores(void)
 {
     char line[64];
     long long quota, period;
-    if (read_line("/sys/fs/cgroup/cpu.max", line, sizeof line) && sscanf(line, "%lld %lld", &quota, &period) == 2 &&
-        period > 0)
+    if (read_line("/sys/fs/cgroup/cpu.max", line, sizeof line) && sscanf(line, "%lld %lld", &quota, &period) == 2 && period > 0)
         return (double)quota / (double)period;
     return 0;
 }
@@ -57,8 +56,8 @@ static void check_cores(doctor_report *report)
     doctor_row *row = doctor_add(report, "cores");
     snprintf(row->found, sizeof row->found, "%d usable of %ld", usable, online);
     if (quota > 0 && quota < usable)
-        doctor_say(row, DOCTOR_WARN, "the container's quota is %.1f cores: set --threads %d, more would be throttled",
-                   quota, quota < 1 ? 1 : (int)quota);
+        doctor_say(row, DOCTOR_WARN, "the container's quota is %.1f cores: set --threads %d, more would be throttled", quota,
+                   quota < 1 ? 1 : (int)quota);
 }
 
 static void check_memory(doctor_report *report)
@@ -124,10 +123,9 @@ static void check_shm(doctor_report *report)
     snprintf(row->found, sizeof row->found, "%s, %s free", cmd_bytes(size, sizeof size, total),
              cmd_bytes(left, sizeof left, available));
     if (available < GIB)
-        doctor_say(
-            row, DOCTOR_WARN,
-            "under 1 GiB: NCCL fails with 'unhandled system error' and PyTorch workers with a bus error; a container "
-            "needs --shm-size=8g");
+        doctor_say(row, DOCTOR_WARN,
+                   "under 1 GiB: NCCL fails with 'unhandled system error' and PyTorch workers with a bus error; a container "
+                   "needs --shm-size=8g");
 }
 
 /* ---- the folder that runs are written to */
@@ -142,8 +140,7 @@ static const struct {
     {0x2FC12FC1, "zfs", "copy on write, no direct I/O before 2.3: checkpoints go through the page cache"},
     {0x01021994, "tmpfs", "memory: checkpoints are gone after a reboot and count as used memory; use a disk"},
     {0x794C7630, "overlayfs", "a container's layer: slow, and gone with the container; mount a volume for runs and data"},
-    {0x6969, "nfs",
-     "other hosts see commits late and locks may be missing: keep one writer; LMDB is not safe when hosts write"},
+    {0x6969, "nfs", "other hosts see commits late and locks may be missing: keep one writer; LMDB is not safe when hosts write"},
     {0x517B, "smb", "locks and rename differ from a local disk: write checkpoints to one and copy"},
     {0xFE534D42, "smb2", "locks and rename differ from a local disk: write checkpoints to one and copy"},
     {0x65735546, "fuse", "speed and durability depend on the program behind it: test with `loongforge vault verify`"},
@@ -185,7 +182,7 @@ static const char probe[] = "import sys; from importlib import metadata as m, ut
                             "print(sys.version.split()[0], v('torch') if u.find_spec('torch') else '-', 'yes' if "
                             "u.find_spec('loongforge') else '-')";
 
-/* Runs the probe without a shell in between; 1 when it printed three words. */
+/* 1 when the probe printed its three words. The shell in between gets the path in single quotes. */
 static int run_probe(const char *python, char version[32], char torch[64], char package[8])
 {
     char command[8300];
@@ -214,8 +211,7 @@ static void check_python(doctor_report *report)
     int has_torch = strcmp(torch, "-") != 0, has_package = strcmp(package, "-") != 0;
     snprintf(row->found, sizeof row->found, "%s, torch %s (%.80s)", version, has_torch ? torch : "missing", path);
     if (!has_torch || !has_package)
-        doctor_say(row, DOCTOR_BROKEN,
-                   "`loongforge train` needs the package%s%s%s: `make build`, then `. .venv/bin/activate`",
+        doctor_say(row, DOCTOR_BROKEN, "`loongforge train` needs the package%s%s%s: `make build`, then `. .venv/bin/activate`",
                    has_package ? "" : " loongforge", has_torch || has_package ? "" : " and", has_torch ? "" : " torch");
 }
 
