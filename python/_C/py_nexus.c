@@ -21,12 +21,13 @@ static lf_status take_exception(const char *what)
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
     const lf_status status = type && PyErr_GivenExceptionMatches(type, PyExc_TimeoutError) ? LF_ERR_TIMEOUT : LF_ERR_PEER;
-    if (type && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt(); /* for the main thread */
     PyObject *name = type ? PyObject_GetAttrString(type, "__name__") : NULL;
     PyObject *text = name && value ? PyUnicode_FromFormat("transport %s: %S: %S", what, name, value) : NULL;
     const char *utf8 = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     lf_status rc = lf_transport_fail(status, utf8 ? utf8 : what);
     PyErr_Clear();
+    /* For the main thread, once it is back in Python: last, because making text looks at signals. */
+    if (type && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     Py_XDECREF(text);
     Py_XDECREF(name);
     Py_XDECREF(type);
