@@ -141,7 +141,7 @@ static const optional_library optionals[] = {
      2,
      19,
      "GPUs reduce through PyTorch's own copy, or gloo where it has none",
-     "update NCCL: 2.19 or newer is expected"},
+     "update it together with torch"},
     {"libnvjpeg",
      {"libnvjpeg.so.13", "libnvjpeg.so.12", "libnvjpeg.so.11", "libnvjpeg.so"},
      nvjpeg_version,
@@ -222,6 +222,8 @@ static void check_optional(doctor_report *report, const optional_library *o)
     }
     int known = o->version(library, version, sizeof version), major = 0, minor = 0;
     snprintf(row->found, sizeof row->found, "%s (%s)", known ? version : "version unknown", file);
+    if (!known)
+        doctor_say(row, DOCTOR_WARN, "it is there but does not answer, so it will not be used; without it: %s", o->without);
     if (known && o->least_major && sscanf(version, "%d.%d", &major, &minor) == 2 &&
         (major < o->least_major || (major == o->least_major && minor < o->least_minor)))
         doctor_say(row, DOCTOR_WARN, "expected %d.%d or newer: %s", o->least_major, o->least_minor, o->older);
