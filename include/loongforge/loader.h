@@ -9,8 +9,7 @@
  *  permutation. Global batch b of an epoch is its positions [b·B·W, (b+1)·B·W); rank r of W takes the r-th stripe of B of
  *  them, so the union over ranks depends on B·W only. All ranks deliver the same number of batches.
  *
- *  Caveats. The set must not shrink while it is open (records are read in place). One process opens a set once. Handles do
- *  not survive fork(). A batch's memory is valid until lf_batch_release. */
+ *  Caveats. The set must not shrink while it is open (records are read in place). Handles do not survive fork(). A batch's memory is valid until lf_batch_release. */
 #ifndef LOONGFORGE_LOADER_H
 #define LOONGFORGE_LOADER_H
 
@@ -28,21 +27,21 @@ typedef struct lf_loader lf_loader;
 typedef struct lf_dataset_info {
     size_t size;
     int64_t n_samples;
-    int64_t n_bytes;       /* of all values */
-    int32_t vocab_size;    /* token ids are below it */
+    int64_t n_bytes;    /* of all values */
+    int32_t vocab_size; /* token ids are below it */
     int32_t pad_id, bos_id, eos_id;
-    char source[128];      /* "scenes seed=1", a folder's name, … */
-    char tokenizer[128];   /* "bytes" or the vocabulary's name and digest */
+    char source[128];                   /* "scenes seed=1", a folder's name, … */
+    char tokenizer[128];                /* "bytes" or the vocabulary's name and digest */
     int32_t image_id, human_id, gpt_id; /* markers of an image, of a human turn, of an answer */
-    int64_t n_other;       /* records of no known modality, left alone */
+    int64_t n_other;                    /* records of no known modality, left alone */
 } lf_dataset_info;
 
 /** One sample's raw records, borrowed from the map until the set is closed. */
 typedef struct lf_sample {
     size_t size;
-    const char *id;        /* not 0-terminated; id_bytes long */
-    const void *image;     /* NULL: the sample has no image */
-    const void *text;      /* NULL: none */
+    const char *id;    /* not 0-terminated; id_bytes long */
+    const void *image; /* NULL: the sample has no image */
+    const void *text;  /* NULL: none */
     int64_t id_bytes, image_bytes, text_bytes;
 } lf_sample;
 
@@ -63,21 +62,21 @@ LF_API lf_status lf_dataset_verify(const lf_dataset *set, int64_t i, int64_t max
 /** Options, section "loader". */
 typedef struct lf_loader_options {
     size_t size;
-    int32_t batch_size;      /* samples a batch on this rank */
-    int32_t depth;           /* batches in flight */
-    int32_t threads;         /* decode threads; 0: one a core */
-    int32_t image_size;      /* height and width delivered, pixels */
-    int32_t seq_len;         /* longest text, tokens; longer ones are cut and counted */
-    int32_t pad_multiple;    /* a batch is padded to the next multiple of this, at most seq_len; 0: always to seq_len */
+    int32_t batch_size;   /* samples a batch on this rank */
+    int32_t depth;        /* batches in flight */
+    int32_t threads;      /* decode threads; 0: one a core */
+    int32_t image_size;   /* height and width delivered, pixels */
+    int32_t seq_len;      /* longest text, tokens; longer ones are cut and counted */
+    int32_t pad_multiple; /* a batch is padded to the next multiple of this, at most seq_len; 0: always to seq_len */
     int32_t shuffle;
-    int32_t augment;         /* random crop and flip, keyed by (seed, epoch, sample) */
+    int32_t augment; /* random crop and flip, keyed by (seed, epoch, sample) */
     int64_t seed;
     int32_t rank, world;
-    int32_t drop_last;       /* 0: the last batch repeats samples of the epoch's start, marked by weight 0, no labels */
+    int32_t drop_last;             /* 0: the last batch repeats samples of the epoch's start, marked by weight 0, no labels */
     char bad_samples[LF_TEXT_MAX]; /* error | skip | substitute; see docs/internals/loader.md */
-    double bad_budget;       /* bad samples that are still no error, as a share of the set */
-    int64_t max_pixels;      /* of one image, checked before anything is allocated */
-    int32_t blank_images;    /* deliver grey images: the control of an evaluation */
+    double bad_budget;             /* bad samples that are still no error, as a share of the set */
+    int64_t max_pixels;            /* of one image, checked before anything is allocated */
+    int32_t blank_images;          /* deliver grey images: the control of an evaluation */
 } lf_loader_options;
 
 /** Times and counts since the loader was opened. Latencies in seconds. */
@@ -85,8 +84,8 @@ typedef struct lf_loader_stats {
     size_t size;
     int64_t batches, samples, bad_samples, cut_texts;
     int64_t tokens, padding_tokens, label_tokens;
-    double read_s, decode_s, assemble_s;        /* busy time of each stage, summed over threads */
-    double stall_s;                             /* time lf_loader_next waited */
+    double read_s, decode_s, assemble_s; /* busy time of each stage, summed over threads */
+    double stall_s;                      /* time lf_loader_next waited */
     double latency_mean_s, latency_std_s, latency_p50_s, latency_p95_s, latency_p99_s; /* start of reading to ready */
 } lf_loader_stats;
 
@@ -101,16 +100,16 @@ typedef struct lf_batch {
     uint8_t *mask;
     float *weight;
     int32_t n, seq, image_size, slot;
-    int64_t epoch, number;   /* which batch of which epoch */
-    int64_t label_tokens;    /* labels that are not -100 */
-    int32_t last_of_epoch;   /* 1: the next batch begins another epoch */
+    int64_t epoch, number; /* which batch of which epoch */
+    int64_t label_tokens;  /* labels that are not -100 */
+    int32_t last_of_epoch; /* 1: the next batch begins another epoch */
 } lf_batch;
 
 /** Where the stream of batches stands: everything needed to go on bit for bit, at any depth and thread count. */
 typedef struct lf_loader_state {
     size_t size;
     int64_t epoch;
-    int64_t samples_done;    /* of this epoch, over all ranks */
+    int64_t samples_done; /* of this epoch, over all ranks */
     int64_t seed;
     int64_t n_samples;
 } lf_loader_state;
@@ -151,14 +150,14 @@ typedef int32_t (*lf_progress_fn)(void *user, int64_t done, int64_t total);
 /** Options, section "pack". */
 typedef struct lf_pack_options {
     size_t size;
-    int64_t scenes;          /* how many to draw */
-    int64_t first;           /* number of the first scene: sets with disjoint numbers share no scene */
+    int64_t scenes; /* how many to draw */
+    int64_t first;  /* number of the first scene: sets with disjoint numbers share no scene */
     int64_t seed;
-    int32_t quality;         /* JPEG quality */
-    int32_t chroma_420;      /* 1: 4:2:0, 0: 4:4:4 */
-    int32_t overwrite;       /* 1: replace an existing set */
-    int32_t threads;         /* 0: one a core */
-    int64_t map_bytes;       /* largest size of the set */
+    int32_t quality;    /* JPEG quality */
+    int32_t chroma_420; /* 1: 4:2:0, 0: 4:4:4 */
+    int32_t overwrite;  /* 1: replace an existing set */
+    int32_t threads;    /* 0: one a core */
+    int64_t map_bytes;  /* largest size of the set */
 } lf_pack_options;
 
 typedef struct lf_pack_summary {
@@ -179,9 +178,8 @@ LF_API lf_status lf_pack_scenes(const char *path, const lf_pack_options *opts, l
  *  @param list the list's name in the folder, or a path to it when it holds a '/'; NULL: instruct.jsonl, else captions.jsonl.
  *  @param tokenizer its name for the set's metadata; NULL or "" with vocab_size 0.
  *  @return as lf_pack_scenes, and LF_ERR_NOTFOUND (no such folder or no list in it), LF_ERR_FORMAT (no usable record). */
-LF_API lf_status lf_pack_folder(const char *path, const char *folder, const char *list, const char *tokenizer,
-                                int32_t vocab_size, const lf_pack_options *opts, lf_progress_fn progress, void *user,
-                                lf_pack_summary *summary);
+LF_API lf_status lf_pack_folder(const char *path, const char *folder, const char *list, const char *tokenizer, int32_t vocab_size,
+                                const lf_pack_options *opts, lf_progress_fn progress, void *user, lf_pack_summary *summary);
 
 /** Decode one JPEG to (S,S,3) u8, resized; what stage 2 does to one sample, for `loongforge data show` and tests.
  *  @return LF_OK; LF_ERR_INVALID; LF_ERR_FORMAT (no JPEG: says what it is instead); LF_ERR_CORRUPT (damaged: says how);

@@ -262,7 +262,7 @@ static PyObject *loader_bad_samples(PyObject *self, PyObject *handle)
 
 /* ---- packing ---------------------------------------------------------------------------------------------------------------- */
 
-/* The caller's callable(done, total); a true result or an exception cancels. NULL: only look for Ctrl-C. */
+/* The caller's callable(done, total); a true result or an exception cancels. None: only look for Ctrl-C. */
 static int32_t forward_progress(void *user, int64_t done, int64_t total)
 {
     PyObject *target = user;

@@ -235,12 +235,12 @@ def parse_arguments(args: list[str]) -> tuple[dict, dict, list[str]]:
     return own, options, words
 
 
-def progress_line(started=time.monotonic):
+def progress_line(clock=time.monotonic):
     """A line on stderr: redrawn in place on a terminal, elsewhere one every ten seconds."""
-    terminal, shown = sys.stderr.isatty(), [started()]
+    terminal, shown = sys.stderr.isatty(), [clock()]
 
     def show(done: int, total: int) -> None:
-        now = started()
+        now = clock()
         if now - shown[0] < (0.1 if terminal else 10) and done != total:
             return
         shown[0] = now

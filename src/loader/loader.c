@@ -237,7 +237,12 @@ lf_status lf_loader_next(lf_loader *loader, lf_batch *batch, lf_stream *stream)
     lf__unlock(loader->mutex);
     if (rc < 0) return rc;
     if (loader->copy_stream) rc = stream ? lf_stream_wait(stream, slot->ready) : lf_event_sync(slot->ready);
-    if (rc < 0) return rc;
+    if (rc < 0) {
+        lf__lock(loader->mutex);
+        lf__fault_keep(&loader->fault, rc);
+        lf__unlock(loader->mutex);
+        return rc;
+    }
     *batch = slot->device;
     batch->size = sizeof *batch;
     return LF_OK;

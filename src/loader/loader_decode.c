@@ -245,6 +245,11 @@ static lf_status decode_rows(lf__decoder *d, const void *bytes, size_t n_bytes)
     d->source.next_input_byte = bytes;
     d->source.bytes_in_buffer = n_bytes;
     jpeg_read_header(jpeg, TRUE);
+    if ((int32_t)jpeg->image_width != d->head.width || (int32_t)jpeg->image_height != d->head.height) {
+        jpeg_abort_decompress(jpeg); /* the limit was checked on another size */
+        return LF_FAIL(LF_ERR_CORRUPT, "header says %d x %d and %u x %u pixels", d->head.width, d->head.height, jpeg->image_width,
+                       jpeg->image_height);
+    }
     d->in_scan = true;
     double box[4];
     orient_box(&d->want, d->head.orientation, box);

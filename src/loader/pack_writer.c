@@ -2,6 +2,7 @@
 /* The writer: a set is built in a folder beside its target, made durable and then renamed, so that a target is either whole or
  * as it was. Writes go through write(), never through a writable map: a full disk is an error code, not a bus error. */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -198,13 +199,16 @@ static lf_status fill_length(lf__pack_writer *w)
     return LF_OK;
 }
 
-/* With a set in the way: move it aside, put the new one there, remove the old one. */
+/* With a set in the way: both change names at once, then the old one is removed. A file system that cannot do that moves the
+ * old one aside first. */
 static lf_status swap_in(lf__pack_writer *w)
 {
     lf__io *io = lf__io_posix();
     char old[LF__PACK_PATH_BYTES];
     bool exists = false;
     if (!w->replaces) return io->ops->rename(io, w->temp, w->path);
+    if (renameat2(AT_FDCWD, w->temp, AT_FDCWD, w->path, RENAME_EXCHANGE) == 0) return lf__io_remove_tree(io, w->temp);
+    if (errno != EINVAL && errno != ENOSYS) return lf__fail_errno(errno, "renaming %s to %s", w->temp, w->path);
     snprintf(old, sizeof old, "%s.old", w->path);
     lf_status rc = look_at(old, &exists);
     if (rc == LF_OK && exists) rc = lf__io_remove_tree(io, old);
