@@ -9,7 +9,8 @@
  *  permutation. Global batch b of an epoch is its positions [b·B·W, (b+1)·B·W); rank r of W takes the r-th stripe of B of
  *  them, so the union over ranks depends on B·W only. All ranks deliver the same number of batches.
  *
- *  Caveats. The set must not shrink while it is open (records are read in place). Handles do not survive fork(). A batch's memory is valid until lf_batch_release. */
+ *  Caveats. The set must not shrink while it is open (records are read in place). Handles do not survive fork(). A batch's
+ *  memory is valid until lf_batch_release. */
 #ifndef LOONGFORGE_LOADER_H
 #define LOONGFORGE_LOADER_H
 
