@@ -123,6 +123,8 @@ static int add_methods(PyObject *module)
 
 static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "loongforge._C", "Thin layer over libloongforge.", -1, NULL, NULL, NULL, NULL, NULL};
 
+PyMODINIT_FUNC PyInit__C(void); /* found by name */
+
 PyMODINIT_FUNC PyInit__C(void)
 {
     PyObject *module = PyModule_Create(&module_def);

@@ -46,6 +46,7 @@ class Batch:
         self.__dict__.update(tensors)
         self.raw = raw
         self.epoch, self.number, self.label_tokens = raw["epoch"], raw["number"], raw["label_tokens"]
+        self.last_of_epoch = bool(raw["last_of_epoch"])
 
     def keys(self):
         return ("images", "tokens", "labels", "attention_mask")
@@ -106,10 +107,9 @@ class DataFusionLoader:
             _C.loader_release(self.handle, held, 0)
 
     def __iter__(self):
-        per_epoch = len(self)
         while True:
             batch = self.next()
-            last = batch.number + 1 >= per_epoch
+            last = batch.last_of_epoch
             yield batch
             if last:
                 return

@@ -311,6 +311,13 @@ class ParameterMap:
         for fn in self._edges:
             fn()
 
+    @staticmethod
+    def holds_gradient(b: _Block) -> bool:
+        """The block has a gradient that no step has used yet."""
+        if b.grad is None:
+            return False
+        return b.param.grad is not None if b.grad.dtype == b.param.dtype else b.has_grad
+
     def gradients_present(self) -> list:
         """Blocks whose gradient belongs to the coming optimizer step."""
         ready = []

@@ -83,6 +83,7 @@ class NexusSync:
         self.transport = TorchTransport(group) if self.world > 1 else "loopback"
         self.ignored_environment = check_environment()
         self._begun = False
+        self._marked: set = set()
         self._open()
         self.map.on_gradient(self._ready)
         self.map.on_backward_end(self._finish)
@@ -100,18 +101,28 @@ class NexusSync:
         if not self._begun:
             _C.nexus_begin(self.handle)
             self._begun = True
+        self._marked.add(block.index)
         _C.nexus_mark(self.handle, block.index, 0)
 
     def _finish(self) -> None:
-        """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient."""
+        """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient.
+
+        A rank on which no gradient became final takes part all the same: the others wait for it.
+        """
         if not self._begun:
-            return
+            if self.world == 1:
+                return
+            _C.nexus_begin(self.handle)
         self._begun = False
+        for b in self.map.blocks:  # gradients of earlier micro steps only: final, but not announced in this pass
+            if b.index not in self._marked and self.map.holds_gradient(b):
+                _C.nexus_mark(self.handle, b.index, 0)
+        self._marked.clear()
         _C.nexus_finish(self.handle, 0)
         if self.world == 1:
             return
         for b in self.map.blocks:  # one without a token here got the others' gradient
-            if b.grad is not None and not b.has_grad:
+            if b.grad is not None and not self.map.holds_gradient(b):
                 b.has_grad = True
                 if b.grad.dtype == b.param.dtype:
                     b.param.grad = b.grad

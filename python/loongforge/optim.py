@@ -37,8 +37,9 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._bind_state()
         map.on_replan(self._bind_state)
-        # lr, beta1, beta2, eps, weight_decay, bias1, bias2, grad_scale: where the kernel reads them
-        self._hyper = torch.zeros(8, dtype=torch.float32, device=map.torch_device)
+        # One step's values: filled on the host, read by the sweep where it runs.
+        self._values = torch.zeros(_C.loom_adamw_bytes(), dtype=torch.uint8)
+        self._hyper = torch.zeros_like(self._values, device=map.torch_device)
         self._sumsq = torch.zeros(1, dtype=torch.float64, device=map.torch_device)
 
     def add_param_group(self, param_group) -> None:
@@ -122,5 +123,6 @@ class AdamW(torch.optim.Optimizer):
 
     def _sweep(self, group, step: int, blocks) -> None:
         beta1, beta2 = group["betas"]
-        self._hyper.copy_(torch.tensor([1 - group["lr"] * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"], group["lr"] / (1 - beta1**step), math.sqrt(1 - beta2**step), self._scale]))
+        _C.loom_adamw_init(self._values.data_ptr(), group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step, self._scale)
+        self._hyper.copy_(self._values)
         _C.loom_adamw(self.map.handle, 0, self._ranges(blocks), self._hyper.data_ptr())

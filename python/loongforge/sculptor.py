@@ -36,8 +36,11 @@ class Recorder(TorchDispatchMode):
     def __enter__(self):
         for name, module in self.model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(lambda m, a, n=name: self._path.append(n)))
-            self._hooks.append(module.register_forward_hook(lambda m, a, o: self._path.pop() and None, always_call=True))
+            self._hooks.append(module.register_forward_hook(self._left, always_call=True))
         return super().__enter__()
+
+    def _left(self, module, args, out) -> None:
+        self._path.pop()
 
     def __exit__(self, *exc):
         for hook in self._hooks:

@@ -48,7 +48,7 @@ class CheckpointVault:
         self.handle = _C.vault_open(self.save_dir, self.map.handle, self.options)
 
     def _reopen(self) -> None:
-        _C.vault_close(self.handle)
+        self.handle.close()
         self._open()
 
     def due(self, step: int) -> bool:
@@ -111,7 +111,7 @@ class CheckpointVault:
     def close(self) -> None:
         """Wait for the writer and give the folder free; an error of a save in flight is raised, never swallowed."""
         self.wait()
-        _C.vault_close(self.handle)
+        self.handle.close()
 
     def __enter__(self):
         return self

@@ -16,7 +16,7 @@ static const double colour_rgb[LF__COLOURS][3] = {{214, 40, 40},  {48, 168, 64},
 
 const lf__scene_recipe lf__recipe = {
     .side = {64, 96, 128, LF__SCENE_SIDE_MOST},
-    .one = 0.35,
+    .one = 0.50,
     .two = 0.40,
     .large = {0.19, 0.215},
     .small = {0.13, 0.15},

@@ -84,8 +84,8 @@ static lf_status read_classes(lf__vault_layout *l, const json_t *root)
 
 static lf_status read_param(const lf__vault_layout *l, lf__vault_param *p, const json_t *one, int32_t number)
 {
-    const char *name;
-    const json_t *shape;
+    const char *name = NULL;
+    const json_t *shape = NULL;
     lf_status rc = get_text(one, "name", &name);
     if (rc == LF_OK) rc = get_dtype(one, &p->dtype);
     if (rc == LF_OK) rc = get_i32(one, "class", 0, l->n_classes - 1, &p->klass);
