@@ -334,7 +334,8 @@ static inline lf_status crash_list(lf__io *io, const char *path, lf_status (*fn)
         memcpy(names, c->nodes[node].names, (size_t)n * sizeof *names);
     }
     pthread_mutex_unlock(&c->lock); /* fn may come back to us */
-    rc = node < 0 ? crash_missing(path) : LF_OK;
+    if (node < 0) rc = crash_missing(path);
+    else if (!c->nodes[node].folder) rc = LF_FAIL(LF_ERR_IO, "%s is no folder", path);
     for (int i = 0; i < n && rc >= 0; i++) rc = fn(user, names[i].name);
     free(names);
     return rc < 0 ? rc : LF_OK;

@@ -6,12 +6,11 @@
 
 #include "cmd.h"
 
-static const char usage[] = "vault (ls | verify | gc) DIR, vault (restore-check | merge TARGET) DIR, or vault diff DIR FROM TO";
+static const char usage[] = "vault (ls | verify | restore-check | gc) DIR, vault merge DIR TARGET, or vault diff DIR FROM TO";
 static const char help[] =
     "ls lists checkpoints; verify reads and checks every record of all of them (exit code 1 when one is damaged);\n"
-    "diff says which share of the state differs between two steps; merge DIR TARGET writes base and diffs as one file that\n"
-    "opens as base_model.bin; restore-check DIR reads one checkpoint as a restore does; gc deletes what --keep-last,\n"
-    "--keep-every and --after do not keep.";
+    "restore-check reads one checkpoint as a restore does; gc deletes what --keep-last, --keep-every and --after do not keep;\n"
+    "merge writes base and diffs as one file that opens as base_model.bin; diff says how much of the state differs.";
 
 typedef struct vault_args {
     const char *step, *keep_last, *keep_every, *after;
