@@ -4,8 +4,8 @@
     state = VaultReader("ckpt").read()            # newest checkpoint: {parameter: {role: array}}, blobs, step
     python -m loongforge.vault_reader ckpt        # step, parameters and a hash of each, as JSON lines
 
-It exists so that a checkpoint can be read without this library, and so that tests can hold the C code against it. zstd comes
-from Python's own `compression.zstd`, the package `zstandard`, or the system's libzstd through ctypes.
+It exists so that a checkpoint can be read without this library, and so that tests can hold the C code against it.
+zstd comes from Python's own `compression.zstd`, the package `zstandard`, or the system's libzstd through ctypes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Damaged(ValueError):
     """A file is not what the format says; the text names file and record."""
 
 
-# ---- XXH3-128 (the long form by numpy, a block of 1024 bytes at a time) --------------------------------------------------
+# ---- XXH3-128 (the long form by numpy, a block of 1024 bytes at a time) ------------------------------------------
 
 SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -212,7 +212,7 @@ def xxh3_128(data, seed=0):
         return _short(data, seed) if len(data) <= 16 else _middle(data, seed) if len(data) <= 240 else _long(data, seed)
 
 
-# ---- zstd ------------------------------------------------------------------------------------------------------------------
+# ---- zstd --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
@@ -245,7 +245,7 @@ def _zstd():
     return decompress
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------------
 
 
 def _check_first_line(text, name):
@@ -358,10 +358,9 @@ class VaultReader:
             )
             return self._slice(base_manifest, twin, number, None)
 
-        return self._record(
-            manifest, plane["file"][number], plane["offset"][number], plane["stored"][number], (plane["class"], role, number),
-            count * elem, plane["hash"][number], elem, base if base_manifest else None,
-        )  # fmt: skip
+        key = (plane["class"], role, number)
+        place = plane["file"][number], plane["offset"][number], plane["stored"][number]
+        return self._record(manifest, *place, key, count * elem, plane["hash"][number], elem, base if base_manifest else None)
 
     def _check_digest(self, manifest, what):
         """Blocks of 256 slice hashes, each behind the digest so far."""
@@ -375,7 +374,8 @@ class VaultReader:
     def read(self, step=None):
         """-> {"step", "params": {name: {role: array}}, "blobs": {name: bytes}, "planes": {(class, role): array}}.
 
-        bf16 comes as the upper halves of f32, in uint16. Weights that have masters are rounded from them. Raises Damaged.
+        bf16 comes as the upper halves of f32, in uint16. Weights that have masters are rounded from them.
+        Raises Damaged.
         """
         found = self._manifests()
         if not found:
