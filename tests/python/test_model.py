@@ -383,6 +383,15 @@ def test_noise_in_training_only_and_repeatable():
     assert train[0] == train[1] and evaluation[0] == evaluation[1] and train[0] != evaluation[0]
 
 
+def test_noise_fades():
+    config = shrunken(noise_decay_steps=10)
+    assert [config.noise_scale(s) for s in (0, 5, 10, 99)] == [1.0, 0.5, 0.0, 0.0]
+    assert shrunken().noise_scale(10**6) == 1.0 and shrunken(router_noise=False).noise_scale(0) == 0.0
+    model = Gr00tN16(config)
+    images, tokens = batch(config)
+    assert model(images, tokens, step=10).loss.item() == model.eval()(images, tokens, step=10).loss.item()
+
+
 def test_even_routing_gives_balance_one():
     config = shrunken(router_noise=False)
     model = Gr00tN16(config)

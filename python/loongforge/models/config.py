@@ -35,6 +35,7 @@ class Gr00tN16Config:
     tau_end: float = 0.5
     tau_decay_steps: int = 10000
     router_noise: bool = True  # gumbel noise while training
+    noise_decay_steps: int = 0  # the noise fades to nothing over so many steps; 0: it never fades
     balance_weight: float = 0.01
     init_std: float = 0.02
     seed: int = 0  # of the initial weights and of the router noise
@@ -105,6 +106,12 @@ class Gr00tN16Config:
         part = min(max(step, 0) / self.tau_decay_steps, 1.0)
         return self.tau_start * (self.tau_end / self.tau_start) ** part
 
+    def noise_scale(self, step: int) -> float:
+        """Factor on the router noise while training: 1, or fading linearly to 0 over noise_decay_steps."""
+        if not self.router_noise:
+            return 0.0
+        return max(1.0 - max(step, 0) / self.noise_decay_steps, 0.0) if self.noise_decay_steps > 0 else 1.0
+
 
 def scaled_experts(d_model: int) -> tuple[int, ...]:
     """The expert sizes of n16 scaled to another width (spread and ranking stay)."""
@@ -131,6 +138,7 @@ PRESETS = {
         first_blocks=1,
         tau_decay_steps=600,
         init_std=0.06,
+        noise_decay_steps=200,
     ),
     "small": Gr00tN16Config(
         name="small",

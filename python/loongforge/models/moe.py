@@ -101,8 +101,9 @@ class MixtureOfExperts(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             clean = F.linear(x.float(), self.router.weight.float())
             logits = clean
-            if self.training and c.router_noise:
-                logits = clean + gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts)
+            scale = c.noise_scale(int(step)) if self.training else 0.0
+            if scale > 0:
+                logits = clean + scale * gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts)
             weights, ids = F.softmax(logits / tau, dim=-1).topk(c.experts_per_token, dim=-1)
             weights = weights / weights.sum(-1, keepdim=True)
             probs = F.softmax(clean / tau, dim=-1)
