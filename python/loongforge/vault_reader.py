@@ -360,7 +360,8 @@ class VaultReader:
 
         key = (plane["class"], role, number)
         place = plane["file"][number], plane["offset"][number], plane["stored"][number]
-        return self._record(manifest, *place, key, count * elem, plane["hash"][number], elem, base if base_manifest else None)
+        digest = plane["hash"][number]
+        return self._record(manifest, *place, key, count * elem, digest, elem, base if base_manifest else None)
 
     def _check_digest(self, manifest, what):
         """Blocks of 256 slice hashes, each behind the digest so far."""
