@@ -117,7 +117,8 @@ class WovenMixture(MixtureOfExperts):
         x = x.reshape(-1, shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             clean = F.linear(x.float(), self.router.weight.float())
-            noise = gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts, device) if self.training and c.router_noise else None
+            scale = c.noise_scale(int(step)) if self.training else 0.0
+            noise = gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts, device).mul_(scale) if scale > 0 else None
             routing = Routing(x.shape[0], c.n_experts, c.experts_per_token, x.device)
             keep = valid.to(torch.uint8).contiguous() if valid is not None else None
             weight = Route.apply(clean, noise, keep, float(tau), routing, device)

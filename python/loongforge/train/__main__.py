@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+# Before torch brings OpenMP in: threads that wait should sleep. Spinning ones take the cores from the loader's and the vault's
+# threads, and where cores are shared a step can take fifty times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def main(argv=None) -> int:
