@@ -32,16 +32,16 @@ typedef struct lf_vault lf_vault;
 /** Options, section "vault". */
 typedef struct lf_vault_options {
     size_t size;
-    int32_t diff_interval;   /* steps between saves, for callers that ask lf_vault_due */
-    int64_t slice_bytes;     /* of a slice's largest role; a multiple of 4096 */
-    int32_t compress;        /* zstd level of changed slices, 0: raw */
-    int32_t threads;         /* encoders; 0: one a core */
-    int32_t keep_last;       /* committed checkpoints to keep, 0: all */
-    int32_t keep_every;      /* also keep those whose step is a multiple, 0: none */
-    int32_t rebase_every;    /* a new base after this many diffs, 0: never by count */
-    double rebase_ratio;     /* a new base when a diff exceeds this share of a full snapshot */
-    int64_t staging_bytes;   /* most host memory for the snapshot in flight; 0: what one takes. Less is refused by lf_vault_open */
-    int32_t verify;          /* read back and check every file before it is committed */
+    int32_t diff_interval; /* steps between saves, for callers that ask lf_vault_due */
+    int64_t slice_bytes;   /* of a slice's largest role; a multiple of 4096 */
+    int32_t compress;      /* zstd level of changed slices, 0: raw */
+    int32_t threads;       /* encoders; 0: one a core */
+    int32_t keep_last;     /* committed checkpoints to keep, 0: all */
+    int32_t keep_every;    /* also keep those whose step is a multiple, 0: none */
+    int32_t rebase_every;  /* a new base after this many diffs, 0: never by count */
+    double rebase_ratio;   /* a new base when a diff exceeds this share of a full snapshot */
+    int64_t staging_bytes; /* most host memory for the snapshot in flight; 0: what one takes. Less is refused by lf_vault_open */
+    int32_t verify;        /* read back and check every file before it is committed */
 } lf_vault_options;
 
 /** Small named state that travels with a checkpoint (loader state, RNG, scheduler): bytes, opaque to the vault. */
@@ -56,8 +56,8 @@ typedef struct lf_checkpoint_info {
     int64_t step;
     int64_t base_step;
     int64_t time_unix;
-    int64_t bytes;           /* on disk, base excluded */
-    int64_t raw_bytes;       /* of the state it describes */
+    int64_t bytes;     /* on disk, base excluded */
+    int64_t raw_bytes; /* of the state it describes */
     int32_t n_slices, n_changed;
     char path[1024];
 } lf_checkpoint_info;
@@ -126,7 +126,7 @@ LF_API lf_status lf_vault_merge(const char *dir, int64_t step, const char *targe
 /** How one role of one class differs between two checkpoints. */
 typedef struct lf_plane_change {
     size_t size;
-    int32_t klass, role;         /* LF_ROLE_* */
+    int32_t klass, role; /* LF_ROLE_* */
     int32_t n_slices, n_changed;
     int64_t bytes, changed_bytes; /* raw */
 } lf_plane_change;

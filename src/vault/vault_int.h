@@ -234,7 +234,7 @@ lf_status lf__vault_read_stored(lf__vault_source *src, const lf__vault_manifest 
 /** As above, then decode into `raw` and check the content's hash. Uses work->base for the base's slice. */
 lf_status lf__vault_read_slice(lf__vault_source *src, int64_t index, lf__vault_work *work, uint8_t *raw,
                                lf__vault_record *record);
-/** The base's content of a slice. `raw` must not be work->base's alias of another slice in use. */
+/** The base's content of a slice. */
 lf_status lf__vault_read_base(lf__vault_source *src, int64_t index, lf__vault_work *work, uint8_t *raw);
 /** *data is lf__alloc'ed, with a 0 behind it; the caller frees it. */
 lf_status lf__vault_read_blob(lf__vault_source *src, int32_t index, void **data);
@@ -429,7 +429,7 @@ void lf__vault_idle(lf_vault *v);
 /** Views of all planes as the map's memory lies now. */
 lf_status lf__vault_refresh_views(lf_vault *v);
 void lf__vault_info(const lf__vault_manifest *m, const char *dir, const char *base, lf_checkpoint_info *info);
-/** Size of an open file's rest behind its last record: 0 unless something was appended or cut off. */
+/** LF_ERR_CORRUPT when a diff file does not end where its last record does. */
 lf_status lf__vault_check_size(lf__vault_source *src, int32_t file);
 
 #endif

@@ -89,7 +89,7 @@ const uint8_t *lf__vault_staged(const lf_vault *v, int64_t index, size_t *bytes)
     return v->staging + p->raw_offset + slice * p->slice_elements * (int64_t)p->elem_bytes;
 }
 
-/* Host memory: copy one slice. A frozen one whose content is that of the last checkpoint is not needed any further. */
+/* Host memory: copy one slice. */
 static void stage_slice(void *user, int64_t i)
 {
     lf_vault *v = user;
@@ -101,7 +101,7 @@ static void stage_slice(void *user, int64_t i)
     v->job.staged[i] = 1;
 }
 
-/* One parameter's worth of a frozen plane in one piece is hashed where it lies, which costs no staging memory. */
+/* A frozen plane in one piece is hashed where it lies: a slice with the last checkpoint's content needs no staging memory. */
 static bool is_unchanged_in_place(const lf_vault *v, const lf__vault_plane *p, int64_t i)
 {
     const lf__vault_view *view = &v->views[p - v->layout->planes];
