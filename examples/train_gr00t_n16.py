@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ten-line change, on GR00T N1.6: loader, memory, communication and checkpoints of LoongForge in an ordinary training loop.
 
-    loongforge pack --scenes 400 data/example
-    python examples/train_gr00t_n16.py data/example --steps 60
-    torchrun --nproc-per-node 2 examples/train_gr00t_n16.py data/example --steps 60
+loongforge pack --scenes 400 data/example
+python examples/train_gr00t_n16.py data/example --steps 60
+torchrun --nproc-per-node 2 examples/train_gr00t_n16.py data/example --steps 60
 """
 
 import argparse
@@ -48,12 +48,22 @@ def main():
     optimizer = AdamW(mem_sculptor.map, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     checkpoint_vault = None
     if rank == 0:
-        checkpoint_vault = CheckpointVault(save_dir=f"{args.out}/checkpoints", base_model_path=f"{args.out}/gr00t_n16_base.bin", diff_interval=50)
+        checkpoint_vault = CheckpointVault(
+            save_dir=f"{args.out}/checkpoints", base_model_path=f"{args.out}/gr00t_n16_base.bin", diff_interval=50
+        )
 
     dataset = LMDataset(args.lmdb_path)
     train_loader = DataFusionLoader(
-        dataset=dataset, batch_size=args.batch_size, num_workers=0, pin_memory=False, prefetch_pipeline_depth=4, device=torch.device("cpu"),
-        image_size=config.image_size, seq_len=config.max_seq_len - config.n_patches, rank=rank, world=world,
+        dataset=dataset,
+        batch_size=args.batch_size,
+        num_workers=0,
+        pin_memory=False,
+        prefetch_pipeline_depth=4,
+        device=torch.device("cpu"),
+        image_size=config.image_size,
+        seq_len=config.max_seq_len - config.n_patches,
+        rank=rank,
+        world=world,
     )
     step = 0
     while step < args.steps:
@@ -76,7 +86,10 @@ def main():
         checkpoint_vault.merge_final_checkpoint(f"{args.out}/final_model.bin")
         checkpoint_vault.close()
         print(f"merged checkpoint {args.out}/final_model.bin, {os.path.getsize(f'{args.out}/final_model.bin') / 2**20:.1f} MiB")
-        print("loader latency p95 %.2f ms, " % (1e3 * train_loader.stats()["latency_p95_s"]) + "collective p95 %.2f ms" % (1e3 * nexus_sync.stats()["p95_s"]))
+        print(
+            "loader latency p95 %.2f ms, " % (1e3 * train_loader.stats()["latency_p95_s"])
+            + "collective p95 %.2f ms" % (1e3 * nexus_sync.stats()["p95_s"])
+        )
     train_loader.close()
     if dist.is_initialized():
         dist.destroy_process_group()

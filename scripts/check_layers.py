@@ -74,9 +74,7 @@ def check_include(source, module, target, name):
     if other is None or other == module or other in ALLOWED[module]:
         return None
     if module in CREWS and other in CREWS:
-        return (
-            f"crew {module} includes {target} of crew {other}: what two crews share goes below, or the caller joins it"
-        )
+        return f"crew {module} includes {target} of crew {other}: what two crews share goes below, or the caller joins it"
     may = ", ".join(ALLOWED[module]) or "nothing"
     return f"{module} includes {target} of {other}, expected only: {may}"
 

@@ -34,9 +34,7 @@ def satisfies(version, spec):
     """True when version meets 'NAME>=1.2' or 'NAME==1.2'. These two forms are all that the lists use."""
     match = re.fullmatch(r"[A-Za-z0-9_.-]+?(?:(>=|==)([0-9.]+))?", spec)
     if not match:
-        raise SystemExit(
-            f"pyproject.toml: requirement '{spec}' has a form this script does not read: NAME[>=|==VERSION]"
-        )
+        raise SystemExit(f"pyproject.toml: requirement '{spec}' has a form this script does not read: NAME[>=|==VERSION]")
     if not match[1]:
         return True
     have, want = version_tuple(version), version_tuple(match[2])

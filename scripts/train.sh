@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Make the sample data once, train the tiny model on it, print the result.
+#   SCENES (24000)  scenes to train on       NAME (make-train)  of the run       TRAIN_ARGS  more options of `loongforge train`
+# A run that was interrupted goes on: its checkpoints are in runs/NAME.
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-scenes=${SCENES:-4000}
-data=data/scenes-$scenes
-if [ ! -e "$data/.done" ]; then
-    rm -rf "$data"
-    mkdir -p data
-    loongforge pack --scenes "$scenes" "$data"
-    touch "$data/.done"
-fi
+scenes=${SCENES:-24000}
+train=data/scenes-$scenes
+held_out=data/scenes-held-out
+mkdir -p data
+[ -e "$train" ] || loongforge pack --scenes "$scenes" "$train"
+[ -e "$held_out" ] || loongforge pack --scenes 600 --first 1000000000 "$held_out"
 # shellcheck disable=SC2086
-loongforge train --preset tiny --data "$data" --name make-train ${TRAIN_ARGS:-}
+loongforge train --preset tiny --data "$train" --val_data "$held_out" --name "${NAME:-make-train}" --resume ${TRAIN_ARGS:-}

@@ -33,62 +33,62 @@ static char lf_test_dir[256]; /* a fresh folder for the program, removed at the 
 
 enum { LF_TEST_FAILED = 1, LF_TEST_SKIPPED = 2 };
 
-#define TEST(name_)                                                                              \
-    static void name_(void);                                                                     \
-    static lf_test_case case_##name_ = {#name_, name_, NULL};                                    \
-    __attribute__((constructor)) static void add_##name_(void)                                   \
-    {                                                                                            \
-        *lf_test_tail = &case_##name_;                                                           \
-        lf_test_tail = &case_##name_.next;                                                       \
-    }                                                                                            \
+#define TEST(name_)                                            \
+    static void name_(void);                                   \
+    static lf_test_case case_##name_ = {#name_, name_, NULL};  \
+    __attribute__((constructor)) static void add_##name_(void) \
+    {                                                          \
+        *lf_test_tail = &case_##name_;                         \
+        lf_test_tail = &case_##name_.next;                     \
+    }                                                          \
     static void name_(void)
 
-#define FAIL_(...)                                            \
-    do {                                                      \
-        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);       \
-        fprintf(stderr, __VA_ARGS__);                         \
-        fprintf(stderr, "\n");                                \
-        longjmp(lf_test_leave, LF_TEST_FAILED);               \
+#define FAIL_(...)                                      \
+    do {                                                \
+        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__); \
+        fprintf(stderr, __VA_ARGS__);                   \
+        fprintf(stderr, "\n");                          \
+        longjmp(lf_test_leave, LF_TEST_FAILED);         \
     } while (0)
-#define SKIP(...)                               \
-    do {                                        \
-        printf("skipped: " __VA_ARGS__);        \
-        printf("\n");                           \
+#define SKIP(...)                                \
+    do {                                         \
+        printf("skipped: " __VA_ARGS__);         \
+        printf("\n");                            \
         longjmp(lf_test_leave, LF_TEST_SKIPPED); \
     } while (0)
-#define CHECK(cond)                                   \
-    do {                                              \
-        if (!(cond)) FAIL_("not true: %s", #cond);    \
+#define CHECK(cond)                                \
+    do {                                           \
+        if (!(cond)) FAIL_("not true: %s", #cond); \
     } while (0)
-#define CHECK_EQ(a, b)                                                                                        \
-    do {                                                                                                      \
-        long long a_ = (long long)(a), b_ = (long long)(b);                                                   \
-        if (a_ != b_) FAIL_("%s is %lld, %s is %lld", #a, a_, #b, b_);                                        \
+#define CHECK_EQ(a, b)                                                 \
+    do {                                                               \
+        long long a_ = (long long)(a), b_ = (long long)(b);            \
+        if (a_ != b_) FAIL_("%s is %lld, %s is %lld", #a, a_, #b, b_); \
     } while (0)
-#define CHECK_NEAR(a, b, tolerance)                                                                           \
-    do {                                                                                                      \
-        double a_ = (double)(a), b_ = (double)(b);                                                            \
+#define CHECK_NEAR(a, b, tolerance)                                                                                            \
+    do {                                                                                                                       \
+        double a_ = (double)(a), b_ = (double)(b);                                                                             \
         if (!(fabs(a_ - b_) <= (tolerance))) FAIL_("%s is %.9g, %s is %.9g (within %g)", #a, a_, #b, b_, (double)(tolerance)); \
     } while (0)
-#define CHECK_STR(a, b)                                                                    \
-    do {                                                                                   \
-        const char *a_ = (a), *b_ = (b);                                                   \
-        if (strcmp(a_, b_) != 0) FAIL_("%s is \"%s\", expected \"%s\"", #a, a_, b_);       \
+#define CHECK_STR(a, b)                                                              \
+    do {                                                                             \
+        const char *a_ = (a), *b_ = (b);                                             \
+        if (strcmp(a_, b_) != 0) FAIL_("%s is \"%s\", expected \"%s\"", #a, a_, b_); \
     } while (0)
 /* The text contains a part. */
-#define CHECK_HAS(text, part)                                                              \
-    do {                                                                                   \
-        const char *t_ = (text), *p_ = (part);                                             \
-        if (!strstr(t_, p_)) FAIL_("\"%s\" does not contain \"%s\"", t_, p_);              \
+#define CHECK_HAS(text, part)                                                 \
+    do {                                                                      \
+        const char *t_ = (text), *p_ = (part);                                \
+        if (!strstr(t_, p_)) FAIL_("\"%s\" does not contain \"%s\"", t_, p_); \
     } while (0)
-#define CHECK_OK(call)                                                                     \
-    do {                                                                                   \
-        lf_status s_ = (call);                                                             \
-        if (s_ != LF_OK) FAIL_("%s: %s: %s", #call, lf_status_name(s_), lf_error_text());  \
+#define CHECK_OK(call)                                                                    \
+    do {                                                                                  \
+        lf_status s_ = (call);                                                            \
+        if (s_ != LF_OK) FAIL_("%s: %s: %s", #call, lf_status_name(s_), lf_error_text()); \
     } while (0)
-#define CHECK_STATUS(call, want)                                                           \
-    do {                                                                                   \
-        lf_status s_ = (call);                                                             \
+#define CHECK_STATUS(call, want)                                                                                               \
+    do {                                                                                                                       \
+        lf_status s_ = (call);                                                                                                 \
         if (s_ != (want)) FAIL_("%s: %s (%s), expected %s", #call, lf_status_name(s_), lf_error_text(), lf_status_name(want)); \
     } while (0)
 

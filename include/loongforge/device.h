@@ -23,8 +23,14 @@ typedef struct lf_slab lf_slab;
 
 /** Element types. Values are stored in files: never renumber. */
 enum {
-    LF_DTYPE_F32 = 1, LF_DTYPE_BF16 = 2, LF_DTYPE_F16 = 3, LF_DTYPE_F64 = 4,
-    LF_DTYPE_I64 = 5, LF_DTYPE_I32 = 6, LF_DTYPE_U8 = 7, LF_DTYPE_BOOL = 8
+    LF_DTYPE_F32 = 1,
+    LF_DTYPE_BF16 = 2,
+    LF_DTYPE_F16 = 3,
+    LF_DTYPE_F64 = 4,
+    LF_DTYPE_I64 = 5,
+    LF_DTYPE_I32 = 6,
+    LF_DTYPE_U8 = 7,
+    LF_DTYPE_BOOL = 8
 };
 
 /** Bytes of one element; 0 for an unknown dtype. */
@@ -41,8 +47,8 @@ typedef struct lf_device_info {
     int64_t page_bytes;        /* granularity of lf_slab_commit */
     int32_t kind;              /* 1 CPU, 2 CUDA: the DLPack device type */
     int32_t index;
-    int32_t n_units;           /* cores or multiprocessors */
-    int32_t capability;        /* CUDA: major*10+minor; CPU: 0 */
+    int32_t n_units;                     /* cores or multiprocessors */
+    int32_t capability;                  /* CUDA: major*10+minor; CPU: 0 */
     int32_t priority_low, priority_high; /* range for lf_stream_open; CUDA counts down: high is the smaller number */
 } lf_device_info;
 

@@ -173,14 +173,17 @@ typedef struct lf_pack_summary {
  *  LF_ERR_IO; LF_ERR_NOMEM; LF_ERR_STATE (cancelled by `progress`). */
 LF_API lf_status lf_pack_scenes(const char *path, const lf_pack_options *opts, lf_progress_fn progress, void *user,
                                 lf_pack_summary *summary);
-/** Pack a folder with `instruct.jsonl` or `captions.jsonl`. A record may carry `tokens` (array of turns of ids) made by a
- *  tokenizer whose vocabulary size is `vocab_size`; without, texts are tokenised by bytes (vocab_size 0).
- *  A broken record is reported through the log by key and counted in `skipped`.
- *  @param list the list's name in the folder, or a path to it when it holds a '/'; NULL: instruct.jsonl, else captions.jsonl.
+/** Pack folders, each with `instruct.jsonl` or `captions.jsonl`, into one set. A record may carry `tokens` (array of turns of
+ *  ids) made by a tokenizer whose vocabulary size is `vocab_size`; without, texts are tokenised by bytes (vocab_size 0).
+ *  A broken record is reported through the log by key and counted in `skipped`; ids met again are made unique.
+ *  @param folders n_folders paths, at least one.
+ *  @param list the list's name in a folder, or a path to it when it holds a '/'; NULL: instruct.jsonl, else captions.jsonl.
  *  @param tokenizer its name for the set's metadata; NULL or "" with vocab_size 0.
- *  @return as lf_pack_scenes, and LF_ERR_NOTFOUND (no such folder or no list in it), LF_ERR_FORMAT (no usable record). */
-LF_API lf_status lf_pack_folder(const char *path, const char *folder, const char *list, const char *tokenizer, int32_t vocab_size,
-                                const lf_pack_options *opts, lf_progress_fn progress, void *user, lf_pack_summary *summary);
+ *  @return as lf_pack_scenes, and LF_ERR_NOTFOUND (no such folder or no list in it), LF_ERR_FORMAT (a folder without a usable
+ *  record). */
+LF_API lf_status lf_pack_folders(const char *path, const char *const *folders, int32_t n_folders, const char *list,
+                                 const char *tokenizer, int32_t vocab_size, const lf_pack_options *opts, lf_progress_fn progress,
+                                 void *user, lf_pack_summary *summary);
 
 /** Decode one JPEG to (S,S,3) u8, resized; what stage 2 does to one sample, for `loongforge data show` and tests.
  *  @return LF_OK; LF_ERR_INVALID; LF_ERR_FORMAT (no JPEG: says what it is instead); LF_ERR_CORRUPT (damaged: says how);

@@ -29,21 +29,21 @@ LF_API lf_status lf_loom_set_threads(int32_t threads);
  *  layer * 64 + expert / 4), key = seed, word expert % 4; u = (word >> 8) * 2^-24 + 2^-25; -log(-log(u)) in double
  *  precision, then rounded.
  *  token: (n) i64; noise: (n, e) f32.  @return LF_ERR_INVALID (e above LF_MAX_EXPERTS, negative n or layer). */
-LF_API lf_status lf_loom_gumbel(lf_device *device, lf_stream *stream, const int64_t *token, int64_t n, int32_t e,
-                                int64_t seed, int32_t step, int32_t layer, float *noise);
+LF_API lf_status lf_loom_gumbel(lf_device *device, lf_stream *stream, const int64_t *token, int64_t n, int32_t e, int64_t seed,
+                                int32_t step, int32_t layer, float *noise);
 
 /** Where every token goes. All device memory, sized by the caller. Arrays that a call does not touch may be NULL:
  *  route writes all; its backward reads expert and weight, permute row and offset, the others slot, offset and weight
  *  (permute_backward no weight). */
 typedef struct lf_routing {
     size_t size;
-    int32_t *expert;  /* (n, k) chosen experts, best first */
-    float *weight;    /* (n, k) renormalised gate weights */
-    float *prob;      /* (n, e) softmax((logits + noise) / temperature) */
-    int32_t *count;   /* (e) rows an expert gets */
-    int32_t *offset;  /* (e + 1) running sum of count */
-    int32_t *row;     /* (n k) sorted row -> token * k + choice, stable by token */
-    int32_t *slot;    /* (n k) token * k + choice -> sorted row: the inverse of row */
+    int32_t *expert; /* (n, k) chosen experts, best first */
+    float *weight;   /* (n, k) renormalised gate weights */
+    float *prob;     /* (n, e) softmax((logits + noise) / temperature) */
+    int32_t *count;  /* (e) rows an expert gets */
+    int32_t *offset; /* (e + 1) running sum of count */
+    int32_t *row;    /* (n k) sorted row -> token * k + choice, stable by token */
+    int32_t *slot;   /* (n k) token * k + choice -> sorted row: the inverse of row */
 } lf_routing;
 
 /** Route: softmax, top-k, renormalise, sort by expert. The choice is made on (logits + noise) / temperature, not on the
@@ -51,43 +51,41 @@ typedef struct lf_routing {
  *  logits, noise: (n, e) f32, noise may be NULL; valid: (n) u8 or NULL, tokens with 0 are routed nowhere: expert -1, weight
  *  0, and their slots come after offset[e].  @return LF_ERR_INVALID (e, k above e or LF_MAX_TOP_K, or temperature not above 0). */
 LF_API lf_status lf_loom_route(lf_device *device, lf_stream *stream, const float *logits, const float *noise,
-                               const uint8_t *valid, int64_t n, int32_t e, int32_t k, float temperature,
-                               const lf_routing *out);
+                               const uint8_t *valid, int64_t n, int32_t e, int32_t k, float temperature, const lf_routing *out);
 /** Gradient of the gate weights to the logits: dweight (n, k) f32 -> dlogits (n, e) f32; zero for experts not chosen and
  *  tokens routed nowhere. */
-LF_API lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_routing *routing,
-                                        const float *dweight, int64_t n, int32_t e, int32_t k, float temperature,
-                                        float *dlogits);
+LF_API lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const float *dweight,
+                                        int64_t n, int32_t e, int32_t k, float temperature, float *dlogits);
 
 /** xs[r] = x[row[r] / k].  x: (n, d), xs: (n k, d) of dtype; rows behind offset[e] are zero. */
-LF_API lf_status lf_loom_permute(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *x,
-                                 int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype, void *xs);
+LF_API lf_status lf_loom_permute(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *x, int64_t n,
+                                 int32_t e, int32_t k, int64_t d, int32_t dtype, void *xs);
 /** Backward of permute: dx[t] = sum over choices c of dxs[slot[t k + c]], in order of c, in f32. Rows of dxs behind offset[e]
  *  are not read: dx of a token routed nowhere is zero. */
 LF_API lf_status lf_loom_permute_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *dxs,
                                           int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype, void *dx);
 /** y[t] = sum over c of weight[t, c] * ys[slot[t k + c]], summed in f32 in order of c.  ys: (n k, d), y: (n, d).
  *  Rows of ys behind offset[e] are not read: y of a token routed nowhere is zero. */
-LF_API lf_status lf_loom_combine(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *ys,
-                                 int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype, void *y);
+LF_API lf_status lf_loom_combine(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *ys, int64_t n,
+                                 int32_t e, int32_t k, int64_t d, int32_t dtype, void *y);
 /** Backward of combine: dys[slot] = weight * dy[t]; dweight[t, c] = <ys[slot], dy[t]> in f32. Rows of dys
  *  behind offset[e] and dweight of tokens routed nowhere are zero. */
 LF_API lf_status lf_loom_combine_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *ys,
-                                          const void *dy, int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype,
-                                          void *dys, float *dweight);
+                                          const void *dy, int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype, void *dys,
+                                          float *dweight);
 
 /** AdamW (Loshchilov & Hutter, 2019) with PyTorch's order of operations. Read from device memory when the work runs, so a
  *  captured graph obeys new values. Filled by lf_adamw_init: the derived fields are rounded once from double precision, which
  *  1 - 0.999f is not (it is off by 1.3e-5). */
 typedef struct lf_adamw {
-    float decay;       /* 1 - lr * weight_decay: factor of the weight */
-    float beta1_rest;  /* 1 - beta1: share of the gradient in exp_avg */
+    float decay;      /* 1 - lr * weight_decay: factor of the weight */
+    float beta1_rest; /* 1 - beta1: share of the gradient in exp_avg */
     float beta2;
-    float beta2_rest;  /* 1 - beta2: share of the squared gradient in exp_avg_sq */
+    float beta2_rest; /* 1 - beta2: share of the squared gradient in exp_avg_sq */
     float eps;
-    float step_size;   /* lr / (1 - beta1^step) */
-    float bias2_sqrt;  /* sqrt(1 - beta2^step) */
-    float grad_scale;  /* multiplied into the gradient: clipping and averaging */
+    float step_size;  /* lr / (1 - beta1^step) */
+    float bias2_sqrt; /* sqrt(1 - beta2^step) */
+    float grad_scale; /* multiplied into the gradient: clipping and averaging */
 } lf_adamw;
 
 /** Values of one step.  @param[out] hyper host memory; the caller brings it to the device.  @param step counts from 1.
@@ -100,8 +98,7 @@ LF_API lf_status lf_adamw_init(lf_adamw *hyper, double lr, double beta1, double 
  *  so padding stays zero. Ranges must not overlap.
  *  @param hyper device memory.  @return LF_ERR_STATE (map not allocated, or made without optimizer state); LF_ERR_INVALID
  *  (range outside its class, or of a frozen class); LF_ERR_UNSUPPORTED (f16 weights or gradients). */
-LF_API lf_status lf_loom_adamw(lf_map *map, lf_stream *stream, const lf_range *ranges, int32_t n_ranges,
-                               const lf_adamw *hyper);
+LF_API lf_status lf_loom_adamw(lf_map *map, lf_stream *stream, const lf_range *ranges, int32_t n_ranges, const lf_adamw *hyper);
 /** Sum of squares of a role over ranges, in fixed order and double precision: the order depends on the ranges alone.
  *  @param out one double, device memory; 0 for no ranges.  @return as lf_loom_adamw; LF_ERR_INVALID also for a role that the
  *  class does not have. */

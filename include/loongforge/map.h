@@ -38,11 +38,11 @@ enum { LF_POOL_STATIC = 0, LF_POOL_DYNAMIC = 1, LF_POOL_TRANSIENT = 2 };
 /** Options, section "map". */
 typedef struct lf_map_options {
     size_t size;
-    int32_t align_elements;     /* of a block; a power of two */
-    int32_t high_load_experts;  /* how many of the largest experts form the group "high" */
-    int32_t plane_align_bytes;  /* of a role's plane inside the slab; a power of two */
-    int32_t grad_f32;           /* 1: gradients accumulate in f32 whatever the weight's dtype; 0: in the weight's dtype */
-    int32_t optimizer_state;    /* 1: planes for master copies and moments; 0: weights and gradients only */
+    int32_t align_elements;    /* of a block; a power of two */
+    int32_t high_load_experts; /* how many of the largest experts form the group "high" */
+    int32_t plane_align_bytes; /* of a role's plane inside the slab; a power of two */
+    int32_t grad_f32;          /* 1: gradients accumulate in f32 whatever the weight's dtype; 0: in the weight's dtype */
+    int32_t optimizer_state;   /* 1: planes for master copies and moments; 0: weights and gradients only */
 } lf_map_options;
 
 enum { LF_PARAM_FROZEN = 1u, LF_PARAM_NO_DECAY = 2u };
@@ -50,15 +50,15 @@ enum { LF_PARAM_FROZEN = 1u, LF_PARAM_NO_DECAY = 2u };
 /** One parameter of the model. */
 typedef struct lf_param {
     size_t size;
-    const char *name;      /* unique, as in the state dict; copied */
-    const int64_t *shape;  /* (ndim); copied */
-    int32_t ndim;          /* 0 (a scalar) to LF_MAX_DIMS */
-    int32_t dtype;         /* F32, BF16 or F16 */
-    int32_t layer;         /* 0 … n-1; -1: used before the first layer, so finished last in backward (embeddings);
+    const char *name;     /* unique, as in the state dict; copied */
+    const int64_t *shape; /* (ndim); copied */
+    int32_t ndim;         /* 0 (a scalar) to LF_MAX_DIMS */
+    int32_t dtype;        /* F32, BF16 or F16 */
+    int32_t layer;        /* 0 … n-1; -1: used before the first layer, so finished last in backward (embeddings);
                               INT32_MAX: after the last layer (final norm, untied head) */
-    int32_t expert;        /* index of the expert, -1: dense */
-    int32_t tied_to;       /* index of an earlier parameter whose block this one shares, -1: none */
-    uint32_t flags;        /* LF_PARAM_* */
+    int32_t expert;       /* index of the expert, -1: dense */
+    int32_t tied_to;      /* index of an earlier parameter whose block this one shares, -1: none */
+    uint32_t flags;       /* LF_PARAM_* */
 } lf_param;
 
 typedef struct lf_range {
@@ -76,9 +76,9 @@ typedef struct lf_piece {
 
 typedef struct lf_class_info {
     size_t size;
-    int32_t dtype;   /* of the weights */
+    int32_t dtype; /* of the weights */
     int32_t frozen;
-    int64_t count;   /* elements, padding included */
+    int64_t count;                   /* elements, padding included */
     int32_t role_dtype[LF_N_ROLES];  /* 0: the class has no such role */
     int64_t role_offset[LF_N_ROLES]; /* bytes from the slab's base, -1: none */
 } lf_class_info;
@@ -91,7 +91,7 @@ typedef struct lf_block_info {
     int64_t shape[LF_MAX_DIMS];
     int32_t ndim;
     int32_t layer, expert, group;
-    int32_t tied_to;  /* -1 or the owner's index */
+    int32_t tied_to; /* -1 or the owner's index */
     uint32_t flags;
 } lf_block_info;
 
@@ -145,7 +145,8 @@ LF_API lf_status lf_map_get_class(const lf_map *map, int32_t klass, lf_class_inf
 LF_API lf_status lf_map_get_block(const lf_map *map, int32_t index, lf_block_info *info);
 LF_API lf_status lf_map_get_pool(const lf_map *map, int32_t pool, lf_pool_info *info);
 /** A group's name and ranges, in the order in which backward finishes them. Arrays are owned by the map. */
-LF_API lf_status lf_map_get_group(const lf_map *map, int32_t group, const char **name, const lf_range **ranges, int32_t *n_ranges);
+LF_API lf_status lf_map_get_group(const lf_map *map, int32_t group, const char **name, const lf_range **ranges,
+                                  int32_t *n_ranges);
 /** Number of a parameter by name; LF_ERR_NOTFOUND. */
 LF_API lf_status lf_map_find(const lf_map *map, const char *name, int32_t *index);
 

@@ -31,7 +31,7 @@ typedef struct lf_nexus lf_nexus;
  *  the map, I64. */
 typedef struct lf_transport {
     size_t size;
-    const char *name;   /* "torch", "nccl", "mpi", "loopback" */
+    const char *name; /* "torch", "nccl", "mpi", "loopback" */
     void *user;
     int32_t rank, world;
     /** Start summing `count` elements over all ranks, in place; returns at once.  @param stream the data is ready when work

@@ -22,25 +22,25 @@ extern "C" {
 typedef int32_t lf_status;
 
 /* name, value, meaning */
-#define LF_STATUS_MAP(X)                                                                     \
-    X(OK, 0, "success")                                                                      \
-    X(END, 1, "no more data")                                                                \
-    X(AGAIN, 2, "not ready yet")                                                             \
-    X(ERR_INVALID, -1, "invalid argument or option")                                         \
-    X(ERR_NOMEM, -2, "out of host memory")                                                   \
-    X(ERR_IO, -3, "input/output error")                                                      \
-    X(ERR_NOSPACE, -4, "no space left on the target")                                        \
-    X(ERR_NOTFOUND, -5, "not found")                                                         \
-    X(ERR_EXISTS, -6, "already exists")                                                      \
-    X(ERR_FORMAT, -7, "not in the expected format")                                          \
-    X(ERR_CORRUPT, -8, "data damaged")                                                       \
-    X(ERR_UNSUPPORTED, -9, "not supported here")                                             \
-    X(ERR_STATE, -10, "call not allowed in this state")                                      \
-    X(ERR_DEVICE, -11, "device error")                                                       \
-    X(ERR_POOL, -12, "a memory pool is too small")                                           \
-    X(ERR_TIMEOUT, -13, "deadline passed")                                                   \
-    X(ERR_PEER, -14, "a peer process failed or disagrees")                                   \
-    X(ERR_BUDGET, -15, "too many bad samples")                                               \
+#define LF_STATUS_MAP(X)                                   \
+    X(OK, 0, "success")                                    \
+    X(END, 1, "no more data")                              \
+    X(AGAIN, 2, "not ready yet")                           \
+    X(ERR_INVALID, -1, "invalid argument or option")       \
+    X(ERR_NOMEM, -2, "out of host memory")                 \
+    X(ERR_IO, -3, "input/output error")                    \
+    X(ERR_NOSPACE, -4, "no space left on the target")      \
+    X(ERR_NOTFOUND, -5, "not found")                       \
+    X(ERR_EXISTS, -6, "already exists")                    \
+    X(ERR_FORMAT, -7, "not in the expected format")        \
+    X(ERR_CORRUPT, -8, "data damaged")                     \
+    X(ERR_UNSUPPORTED, -9, "not supported here")           \
+    X(ERR_STATE, -10, "call not allowed in this state")    \
+    X(ERR_DEVICE, -11, "device error")                     \
+    X(ERR_POOL, -12, "a memory pool is too small")         \
+    X(ERR_TIMEOUT, -13, "deadline passed")                 \
+    X(ERR_PEER, -14, "a peer process failed or disagrees") \
+    X(ERR_BUDGET, -15, "too many bad samples")             \
     X(ERR_INTERNAL, -16, "internal error, please report it")
 
 #define LF_STATUS_ENUM(name, value, text) LF_##name = value,

@@ -24,11 +24,10 @@ PyObject *lfpy_raise(lf_status status);
 int lfpy_options(const char *section, void *options, size_t size, PyObject *dict);
 
 /** Run one expression without the GIL. */
-#define LFPY_FREE_GIL(expr)       \
-    do {                          \
-        Py_BEGIN_ALLOW_THREADS    \
-        expr;                     \
-        Py_END_ALLOW_THREADS      \
+#define LFPY_FREE_GIL(expr)          \
+    do {                             \
+        Py_BEGIN_ALLOW_THREADS expr; \
+        Py_END_ALLOW_THREADS         \
     } while (0)
 
 /** An address given as a Python int. */

@@ -313,7 +313,7 @@ static PyObject *pack_folder(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "sszzi|OO", &path, &folder, &list, &tokenizer, &vocab_size, &dict, &progress) ||
         lfpy_options("pack", &opts, sizeof opts, dict) < 0)
         return NULL;
-    LFPY_FREE_GIL(rc = lf_pack_folder(path, folder, list, tokenizer, vocab_size, &opts, forward_progress, progress, &sum));
+    LFPY_FREE_GIL(rc = lf_pack_folders(path, &folder, 1, list, tokenizer, vocab_size, &opts, forward_progress, progress, &sum));
     return pack_result(rc, &sum);
 }
 

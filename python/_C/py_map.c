@@ -33,7 +33,8 @@ static PyObject *map_add(PyObject *self, PyObject *args)
     if (!map) return NULL;
     Py_ssize_t ndim = PySequence_Size(shape_object);
     if (ndim < 0) return NULL;
-    if (ndim > LF_MAX_DIMS) return PyErr_Format(PyExc_ValueError, "%s has %zd dimensions, expected at most %d", p.name, ndim, LF_MAX_DIMS);
+    if (ndim > LF_MAX_DIMS)
+        return PyErr_Format(PyExc_ValueError, "%s has %zd dimensions, expected at most %d", p.name, ndim, LF_MAX_DIMS);
     for (Py_ssize_t i = 0; i < ndim; i++) {
         PyObject *extent = PySequence_GetItem(shape_object, i);
         shape[i] = extent ? PyLong_AsLongLong(extent) : -1;
@@ -124,9 +125,10 @@ static PyObject *map_block(PyObject *self, PyObject *args)
     if (rc < 0) return lfpy_raise(rc);
     PyObject *shape = shape_tuple(b.shape, b.ndim);
     if (!shape) return NULL;
-    return Py_BuildValue("{s:s,s:s,s:i,s:L,s:L,s:N,s:i,s:i,s:i,s:i,s:I}", "name", b.name, "pool", b.pool, "klass", (int)b.range.klass, "offset",
-                         (long long)b.range.offset, "count", (long long)b.range.count, "shape", shape, "layer", (int)b.layer, "expert",
-                         (int)b.expert, "group", (int)b.group, "tied_to", (int)b.tied_to, "flags", (unsigned)b.flags);
+    return Py_BuildValue("{s:s,s:s,s:i,s:L,s:L,s:N,s:i,s:i,s:i,s:i,s:I}", "name", b.name, "pool", b.pool, "klass",
+                         (int)b.range.klass, "offset", (long long)b.range.offset, "count", (long long)b.range.count, "shape",
+                         shape, "layer", (int)b.layer, "expert", (int)b.expert, "group", (int)b.group, "tied_to", (int)b.tied_to,
+                         "flags", (unsigned)b.flags);
 }
 
 /* map_pools(map) -> [(name, kind, klass, offset, used, capacity), …] */
@@ -139,7 +141,8 @@ static PyObject *map_pools(PyObject *self, PyObject *handle)
         lf_pool_info p = {.size = sizeof p};
         lf_status rc = lf_map_get_pool(map, i, &p);
         PyObject *row = rc < 0 ? lfpy_raise(rc)
-                               : Py_BuildValue("(siiLLL)", p.name, (int)p.kind, (int)p.klass, (long long)p.offset, (long long)p.used, (long long)p.capacity);
+                               : Py_BuildValue("(siiLLL)", p.name, (int)p.kind, (int)p.klass, (long long)p.offset,
+                                               (long long)p.used, (long long)p.capacity);
         if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
         Py_XDECREF(row);
     }
@@ -158,9 +161,10 @@ static PyObject *map_classes(PyObject *self, PyObject *handle)
         const int32_t *d = k.role_dtype;
         const int64_t *o = k.role_offset;
         PyObject *row = rc < 0 ? lfpy_raise(rc)
-                               : Py_BuildValue("{s:i,s:i,s:L,s:(iiiii),s:(LLLLL)}", "dtype", (int)k.dtype, "frozen", (int)k.frozen, "count",
-                                               (long long)k.count, "role_dtype", (int)d[0], (int)d[1], (int)d[2], (int)d[3], (int)d[4], "role_offset",
-                                               (long long)o[0], (long long)o[1], (long long)o[2], (long long)o[3], (long long)o[4]);
+                               : Py_BuildValue("{s:i,s:i,s:L,s:(iiiii),s:(LLLLL)}", "dtype", (int)k.dtype, "frozen",
+                                               (int)k.frozen, "count", (long long)k.count, "role_dtype", (int)d[0], (int)d[1],
+                                               (int)d[2], (int)d[3], (int)d[4], "role_offset", (long long)o[0], (long long)o[1],
+                                               (long long)o[2], (long long)o[3], (long long)o[4]);
         if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
         Py_XDECREF(row);
     }
@@ -341,7 +345,9 @@ static PyObject *map_flat(PyObject *self, PyObject *args)
     lf_status rc = lf_map_get_class(map, klass, &k);
     if (rc < 0) return lfpy_raise(rc);
     void *data = lf_map_address(map, &range, role);
-    if (!data) return PyErr_Format(PyExc_ValueError, "range (%d, %lld, %lld) has no %s in the map", klass, offset, count, lf_role_name(role));
+    if (!data)
+        return PyErr_Format(PyExc_ValueError, "range (%d, %lld, %lld) has no %s in the map", klass, offset, count,
+                            lf_role_name(role));
     return export_memory(map, data, &range.count, 1, k.role_dtype[role]);
 }
 

@@ -4,9 +4,11 @@
 
 #include <string.h>
 
+/* CPython hands functions through void pointers, which ISO C does not know and POSIX does. */
+#pragma GCC diagnostic ignored "-Wpedantic"
+
 typedef struct handle {
-    PyObject_HEAD
-    void *handle;
+    PyObject_HEAD void *handle;
     const char *kind;
     void (*close)(void *);
     PyObject *owner;
@@ -114,14 +116,16 @@ int lfpy_options(const char *section, void *options, size_t size, PyObject *dict
 
 static int add_methods(PyObject *module)
 {
-    PyMethodDef *const files[] = {lfpy_base_methods,  lfpy_device_methods, lfpy_map_methods,      lfpy_loader_methods, lfpy_vault_methods,
-                                  lfpy_loom_methods,  lfpy_nexus_methods,  lfpy_sculptor_methods, lfpy_scope_methods};
+    PyMethodDef *const files[] = {lfpy_base_methods,   lfpy_device_methods,   lfpy_map_methods,
+                                  lfpy_loader_methods, lfpy_vault_methods,    lfpy_loom_methods,
+                                  lfpy_nexus_methods,  lfpy_sculptor_methods, lfpy_scope_methods};
     for (size_t i = 0; i < sizeof files / sizeof *files; i++)
         if (PyModule_AddFunctions(module, files[i]) < 0) return -1;
     return 0;
 }
 
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "loongforge._C", "Thin layer over libloongforge.", -1, NULL, NULL, NULL, NULL, NULL};
+static PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "loongforge._C", "Thin layer over libloongforge.", -1, NULL, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__C(void); /* found by name */
 
@@ -129,7 +133,8 @@ PyMODINIT_FUNC PyInit__C(void)
 {
     PyObject *module = PyModule_Create(&module_def);
     handle_type = PyType_FromSpec(&handle_spec);
-    error_type = PyErr_NewExceptionWithDoc("loongforge._C.Error", "An error of the C library: args are (status, name, text).", PyExc_RuntimeError, NULL);
+    error_type = PyErr_NewExceptionWithDoc("loongforge._C.Error", "An error of the C library: args are (status, name, text).",
+                                           PyExc_RuntimeError, NULL);
     if (!module || !handle_type || !error_type) goto fail;
     Py_INCREF(handle_type);
     Py_INCREF(error_type);

@@ -17,7 +17,7 @@ from . import _C
 class LMDataset:
     """An LMDB set of samples, keys `{sample_id}_{modality}` (docs/format/records.md), read in place.
 
-    `dataset[i]` gives the raw records of the i-th sample in key order: {"id", "image": bytes or None, "text": parsed JSON or None}.
+    `dataset[i]` gives the i-th sample in key order: {"id", "image": bytes or None, "text": parsed JSON or None}.
     """
 
     def __init__(self, lmdb_path):
@@ -39,7 +39,8 @@ class LMDataset:
 class Batch:
     """What one step trains on. Tensors are views of a slot that is reused after the next batch is asked for: copy to keep.
 
-    images (B,3,S,S) f32; tokens, labels (B,T) i64; attention_mask (B,T) bool; weight (B) f32, 0 on repeated samples; index (B) i64.
+    images (B,3,S,S) f32; tokens, labels (B,T) i64; attention_mask (B,T) bool; index (B) i64;
+    weight (B) f32, 0 on repeated samples.
     """
 
     def __init__(self, raw: dict, tensors: dict):
@@ -58,16 +59,26 @@ class Batch:
 class DataFusionLoader:
     """Batches of a set, decoded and assembled ahead of use in three overlapping stages.
 
-    Iterating gives one epoch; the next iteration goes on with the next epoch. `state_dict()` after a batch and `load_state_dict()`
+    Iterating gives one epoch; the next iteration goes on with the next. `state_dict()` after a batch and `load_state_dict()`
     before the first one resume bit for bit at any depth, thread count and world size. num_workers and pin_memory are accepted as
     torch's DataLoader has them and do nothing here: threads of this process decode, and nothing is copied from pinned memory.
     Other options of section [loader] by name (`loongforge config loader`).
     """
 
-    def __init__(self, dataset: LMDataset, batch_size: int, num_workers: int = 0, pin_memory: bool = False, prefetch_pipeline_depth: int = 4,
-                 device="cpu", **options):
+    def __init__(
+        self,
+        dataset: LMDataset,
+        batch_size: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_pipeline_depth: int = 4,
+        device="cpu",
+        **options,
+    ):
         if num_workers:
-            warnings.warn(f"num_workers={num_workers} does nothing: threads of this process decode (option threads)", stacklevel=2)
+            warnings.warn(
+                f"num_workers={num_workers} does nothing: threads of this process decode (option threads)", stacklevel=2
+            )
         if pin_memory:
             warnings.warn("pin_memory=True does nothing: batches are made where they are used", stacklevel=2)
         self.dataset = dataset if isinstance(dataset, LMDataset) else LMDataset(dataset)
@@ -96,9 +107,12 @@ class DataFusionLoader:
         b, t, s = raw["n"], raw["seq"], raw["image_size"]
         view = lambda name, shape, dtype: _view(raw[name], shape, dtype)  # noqa: E731
         return {
-            "images": view("images", (b, 3, s, s), torch.float32), "tokens": view("tokens", (b, t), torch.int64),
-            "labels": view("labels", (b, t), torch.int64), "attention_mask": view("mask", (b, t), torch.uint8).bool(),
-            "index": view("index", (b,), torch.int64), "weight": view("weight", (b,), torch.float32),
+            "images": view("images", (b, 3, s, s), torch.float32),
+            "tokens": view("tokens", (b, t), torch.int64),
+            "labels": view("labels", (b, t), torch.int64),
+            "attention_mask": view("mask", (b, t), torch.uint8).bool(),
+            "index": view("index", (b,), torch.int64),
+            "weight": view("weight", (b,), torch.float32),
         }
 
     def _release(self) -> None:
@@ -128,11 +142,11 @@ class DataFusionLoader:
         _C.loader_set_state(self.handle, state)
 
     def stats(self) -> dict:
-        """Counts, busy seconds of each stage, latency from the start of reading to ready (mean, deviation, p50, p95, p99), stall."""
+        """Counts, busy seconds of each stage, latency from reading to ready (mean, deviation, p50, p95, p99), stall."""
         return _C.loader_stats(self.handle)
 
     def bad_samples(self) -> list:
-        """"key: reason" of samples that could not be used, newest last."""
+        """ "key: reason" of samples that could not be used, newest last."""
         return [line for line in _C.loader_bad_samples(self.handle).splitlines() if line]
 
     def close(self) -> None:

@@ -47,8 +47,18 @@ class Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, noise, valid, temperature, routing, device):
         logits = logits.contiguous()
-        _C.loom_route(device, 0, logits.data_ptr(), noise.data_ptr() if noise is not None else 0, valid.data_ptr() if valid is not None else 0,
-                      routing.n, routing.e, routing.k, temperature, routing.addresses)
+        _C.loom_route(
+            device,
+            0,
+            logits.data_ptr(),
+            noise.data_ptr() if noise is not None else 0,
+            valid.data_ptr() if valid is not None else 0,
+            routing.n,
+            routing.e,
+            routing.k,
+            temperature,
+            routing.addresses,
+        )
         ctx.routing, ctx.temperature, ctx.device = routing, temperature, device
         return routing.weight
 
@@ -75,7 +85,18 @@ class Permute(torch.autograd.Function):
     def backward(ctx, drows):
         r, drows = ctx.routing, drows.contiguous()
         dx = drows.new_empty(r.n, drows.shape[1])
-        _C.loom_permute_backward(ctx.device, 0, r.addresses, drows.data_ptr(), r.n, r.e, r.k, drows.shape[1], DTYPES[drows.dtype], dx.data_ptr())
+        _C.loom_permute_backward(
+            ctx.device,
+            0,
+            r.addresses,
+            drows.data_ptr(),
+            r.n,
+            r.e,
+            r.k,
+            drows.shape[1],
+            DTYPES[drows.dtype],
+            dx.data_ptr(),
+        )
         return dx, None, None
 
 
@@ -95,15 +116,37 @@ class Combine(torch.autograd.Function):
     def backward(ctx, dy):
         (rows,), r, dy = ctx.saved_tensors, ctx.routing, dy.contiguous()
         drows, dweight = torch.empty_like(rows), torch.empty(r.n, r.k, dtype=torch.float32, device=dy.device)
-        _C.loom_combine_backward(ctx.device, 0, r.addresses, rows.data_ptr(), dy.data_ptr(), r.n, r.e, r.k, rows.shape[1], DTYPES[rows.dtype],
-                                 drows.data_ptr(), dweight.data_ptr())
+        _C.loom_combine_backward(
+            ctx.device,
+            0,
+            r.addresses,
+            rows.data_ptr(),
+            dy.data_ptr(),
+            r.n,
+            r.e,
+            r.k,
+            rows.shape[1],
+            DTYPES[rows.dtype],
+            drows.data_ptr(),
+            dweight.data_ptr(),
+        )
         return drows, dweight, None, None
 
 
 def gumbel_noise(seed: int, step: int, layer: int, token_index: torch.Tensor, n_experts: int, device) -> torch.Tensor:
     """token_index: (n,) int64 -> (n, n_experts) f32; the numbers of models.noise.gumbel_noise."""
     noise = torch.empty(token_index.numel(), n_experts, dtype=torch.float32, device=token_index.device)
-    _C.loom_gumbel(device, 0, token_index.contiguous().data_ptr(), token_index.numel(), n_experts, seed, int(step), layer, noise.data_ptr())
+    _C.loom_gumbel(
+        device,
+        0,
+        token_index.contiguous().data_ptr(),
+        token_index.numel(),
+        n_experts,
+        seed,
+        int(step),
+        layer,
+        noise.data_ptr(),
+    )
     return noise
 
 
@@ -128,10 +171,12 @@ class WovenMixture(MixtureOfExperts):
         return Combine.apply(rows, weight, routing, device).view(shape), Routed(routing.count.long(), prob_sum)
 
     def run_experts(self, rows, routing):
-        """rows: (n k, d) sorted by expert -> (n k, d). Every expert runs, on no rows too: its gradient is then zero, not missing."""
+        """rows: (n k, d) sorted by expert -> (n k, d). Experts without rows run too: their gradient is then zero, not missing."""
         counts = routing.count.tolist()
         *parts, unrouted = rows.split([*counts, rows.shape[0] - sum(counts)])
-        return torch.cat([expert(part).to(rows.dtype) for expert, part in zip(self.experts, parts)] + [torch.zeros_like(unrouted)])
+        return torch.cat(
+            [expert(part).to(rows.dtype) for expert, part in zip(self.experts, parts)] + [torch.zeros_like(unrouted)]
+        )
 
 
 def weave(model: nn.Module) -> int:

@@ -28,10 +28,10 @@ FROZEN, NO_DECAY = 1, 2
 TAIL = 2**31 - 1  # after the last layer
 EMBED = -1  # before the first layer
 
-_maps: "weakref.WeakSet[ParameterMap]" = weakref.WeakSet()
+_maps: weakref.WeakSet[ParameterMap] = weakref.WeakSet()
 
 
-def current() -> "ParameterMap":
+def current() -> ParameterMap:
     """The process's one map, which calls without a model act on."""
     maps = list(_maps)
     if len(maps) != 1:
@@ -40,7 +40,7 @@ def current() -> "ParameterMap":
     return maps[0]
 
 
-def map_of(model: nn.Module) -> "ParameterMap | None":
+def map_of(model: nn.Module) -> ParameterMap | None:
     """The map that holds the model's parameters, if any."""
     return next((m for m in list(_maps) if m.model is model), None)
 
@@ -72,7 +72,7 @@ def locate(model: nn.Module) -> dict[str, tuple[int, int]]:
     return places
 
 
-# ---- hooks that live inside the module and must not travel with a copy of it ----------------------------------------------------
+# ---- hooks that live inside the module and must not travel with a copy of it -------------------------------------------
 
 
 def is_kept_in_f32(name: str, param) -> bool:
@@ -123,8 +123,16 @@ class ParameterMap:
     optimizer_state=False holds weights and gradients only, for a crew used alone beside another optimizer.
     """
 
-    def __init__(self, model: nn.Module, options: dict | None = None, *, dtype=None, keep_f32=None, optimizer_state: bool = True,
-                 pool_bytes: dict | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        options: dict | None = None,
+        *,
+        dtype=None,
+        keep_f32=None,
+        optimizer_state: bool = True,
+        pool_bytes: dict | None = None,
+    ):
         if map_of(model) is not None:
             raise RuntimeError("the model is on a map already; hint: loongforge.mapping.map_of(model) finds it")
         refuse_wrapper(model, "a map")
@@ -139,7 +147,9 @@ class ParameterMap:
         self.generation = 0
         self._state_dtype = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
         keep = keep_f32 or is_kept_in_f32
-        self._dtype = {n: dtype if dtype and not keep(n, p) else p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
+        self._dtype = {
+            n: dtype if dtype and not keep(n, p) else p.dtype for n, p in model.named_parameters(remove_duplicate=False)
+        }
         self._listeners: list = []  # called with (block) when a gradient is final in the map
         self._edges: list = []  # called at the end of a backward pass
         self._replanned: list = []  # called after the map moved
@@ -162,7 +172,9 @@ class ParameterMap:
             owner = owners.get(id(param))
             layer, expert = self._places[name]
             flags = (0 if param.requires_grad else FROZEN) | (NO_DECAY if param.dim() < 2 else 0)
-            index = _C.map_add(handle, name, tuple(param.shape), DTYPES[dtype], layer, expert, owner.index if owner else -1, flags)
+            index = _C.map_add(
+                handle, name, tuple(param.shape), DTYPES[dtype], layer, expert, owner.index if owner else -1, flags
+            )
             if owner:
                 owner.names.append(name)
             else:
@@ -218,13 +230,19 @@ class ParameterMap:
 
     def replan(self) -> None:
         """Plan and move everything into a new map: after a pool's size or what is trainable has changed. At a step edge."""
-        old_handle, old_blocks = self.handle, self.blocks
+        old_blocks = self.blocks
         values = {}
         for b in old_blocks:
             values[b.name] = {role: self.tensor(b, role) for role in range(5)}
         handle, blocks = self._describe()
         _C.map_allocate(handle, self.device)
-        grads = {b.name: (b.has_grad, b.param.grad is not None and b.grad is not None and b.param.grad.data_ptr() == b.grad.data_ptr()) for b in old_blocks}
+        grads = {
+            b.name: (
+                b.has_grad,
+                b.param.grad is not None and b.grad is not None and b.param.grad.data_ptr() == b.grad.data_ptr(),
+            )
+            for b in old_blocks
+        }
         with torch.no_grad():
             for b in blocks:
                 had_hook = next((o for o in old_blocks if o.param is b.param and o.grad is not None), None)
@@ -244,7 +262,7 @@ class ParameterMap:
         for told in list(self._replanned):
             told()
 
-    def tensor(self, block: _Block, role: int, handle=None) -> "torch.Tensor | None":
+    def tensor(self, block: _Block, role: int, handle=None) -> torch.Tensor | None:
         """View of one role of a block, None where its class has no such role."""
         handle = handle or self.handle
         klass = _C.map_block(handle, block.index)["klass"]
@@ -252,7 +270,7 @@ class ParameterMap:
             return None
         return torch.utils.dlpack.from_dlpack(_C.map_tensor(handle, block.index, role))
 
-    def block_of(self, param) -> "_Block | None":
+    def block_of(self, param) -> _Block | None:
         return self._by_param.get(id(param))
 
     # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -291,8 +309,16 @@ class ParameterMap:
             raise TypeError(f"{b.name} has a sparse gradient; hint: sparse=False, the map holds dense ones")
         same = grad.dtype == b.grad.dtype
         # A same-dtype .grad that is not the view holds the whole sum (autograd adds into it); another dtype is added by us.
-        _C.loom_add(self.device, 0, b.grad.data_ptr(), DTYPES[b.grad.dtype], grad.contiguous().data_ptr(), DTYPES[grad.dtype],
-                    grad.numel(), bool(b.has_grad and not same))
+        _C.loom_add(
+            self.device,
+            0,
+            b.grad.data_ptr(),
+            DTYPES[b.grad.dtype],
+            grad.contiguous().data_ptr(),
+            DTYPES[grad.dtype],
+            grad.numel(),
+            bool(b.has_grad and not same),
+        )
         b.param.grad = b.grad if same else None
 
     def announce(self, b: _Block) -> None:
@@ -359,11 +385,15 @@ class ParameterMap:
         for b in self.blocks:
             for name in b.names:
                 if now.get(name) is not b.param:
-                    raise RuntimeError(f"parameter {name} was replaced (load_state_dict(assign=True), or an assignment); hint: load_state_dict "
-                                       "without assign, or accelerate the model again")
+                    raise RuntimeError(
+                        f"parameter {name} was replaced (load_state_dict(assign=True), or an assignment); hint: load_state_dict "
+                        "without assign, or accelerate the model again"
+                    )
             if b.param.data_ptr() != b.weight.data_ptr():
-                raise RuntimeError(f"parameter {b.name} left the map (.to(), .half(), a wrapper such as FSDP, or .data =); expected it at "
-                                   f"{b.weight.data_ptr():#x}, found {b.param.data_ptr():#x}; hint: choose device and dtype before accelerate")
+                raise RuntimeError(
+                    f"parameter {b.name} left the map (.to(), .half(), a wrapper such as FSDP, or .data =); expected it at "
+                    f"{b.weight.data_ptr():#x}, found {b.param.data_ptr():#x}; hint: choose device and dtype before accelerate"
+                )
             if b.param.requires_grad != (b.grad is not None):
                 state = "unfrozen" if b.param.requires_grad else "frozen"
                 raise RuntimeError(f"parameter {b.name} was {state} after planning; hint: call replan() on its map")
@@ -412,7 +442,9 @@ class ParameterMap:
 
     def _before_load(self, module, state, prefix, *rest) -> None:
         if module is self.model:
-            self._incoming = {n: state[prefix + n] for b in self.blocks if b.master is not None for n in b.names if prefix + n in state}
+            self._incoming = {
+                n: state[prefix + n] for b in self.blocks if b.master is not None for n in b.names if prefix + n in state
+            }
 
     def _after_load(self, module, incompatible) -> None:
         if module is not self.model:
@@ -458,5 +490,7 @@ def refuse_wrapper(model, beside: str) -> None:
     names = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
     found = names & {c.__name__ for c in type(model).__mro__}
     if found:
-        raise RuntimeError(f"the model is wrapped in {found.pop()}, which reduces gradients itself; beside {beside} they would be reduced twice; "
-                           "hint: pass the bare module and let NexusSync reduce")
+        raise RuntimeError(
+            f"the model is wrapped in {found.pop()}, which reduces gradients itself; beside {beside} they are reduced twice; "
+            "hint: pass the bare module and let NexusSync reduce"
+        )

@@ -17,7 +17,7 @@ from . import _C
 from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
 
 _DTYPE_BACK = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.float64, 5: torch.int64}
-_syncs: "weakref.WeakSet[NexusSync]" = weakref.WeakSet()
+_syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
 
 
 class TorchTransport:
@@ -48,7 +48,9 @@ class TorchTransport:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if time.monotonic() - started >= 0.9 * timeout_s or "imed out" in str(error):
-                raise TimeoutError(f"no answer from the other ranks within {timeout_s:g} s; hint: look at rank logs, a peer may have died") from error
+                raise TimeoutError(
+                    f"no answer from the other ranks within {timeout_s:g} s; hint: look at rank logs, a peer may have died"
+                ) from error
             raise
 
 
@@ -151,11 +153,14 @@ class NexusSync:
 
     @staticmethod
     def backward_hook(module, grad_input, grad_output) -> None:
-        """For `module.register_full_backward_hook`, as the brief's listing does: gradients are announced by the map itself, so this
-        only makes sure that someone listens."""
+        """For `module.register_full_backward_hook`, as the brief's listing does.
+
+        Gradients are announced by the map itself, so this only makes sure that someone listens."""
         held = current()
         if not any(s.map is held for s in list(_syncs)):
-            raise RuntimeError("NexusSync.backward_hook ran, but no NexusSync exists for the current map; hint: NexusSync(model=…) before training")
+            raise RuntimeError(
+                "NexusSync.backward_hook ran, but no NexusSync exists for the current map; hint: NexusSync(model=…) first"
+            )
 
     def chunks(self) -> list:
         return _C.nexus_chunks(self.handle)
@@ -166,7 +171,11 @@ class NexusSync:
 
     def close(self) -> None:
         self.handle.close()
-        for hooks, fn in ((self.map._listeners, self._ready), (self.map._edges, self._finish), (self.map._replanned, self._reopen)):
+        for hooks, fn in (
+            (self.map._listeners, self._ready),
+            (self.map._edges, self._finish),
+            (self.map._replanned, self._reopen),
+        ):
             if fn in hooks:
                 hooks.remove(fn)
         _syncs.discard(self)
@@ -204,7 +213,7 @@ _turns: dict = {}
 
 
 def topk_allreduce(grad: torch.Tensor, k_ratio: float = 0.15, group=None, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum over ranks of the k_ratio of entries that one rank in turn finds largest, with error feedback. -> dense, of grad's shape
+    """Sum over ranks of the share of entries that one rank in turn finds largest, with error feedback. -> dense sum
 
     grad: any shape, left as it is. residual: of grad's shape, updated in place: what was not sent is added to the next call's
     gradient, so nothing is lost (sent + residual equals grad + old residual exactly). Left out, it is kept for this tensor

@@ -26,7 +26,9 @@ class AdamW(torch.optim.Optimizer):
         if map is None:
             raise TypeError("AdamW needs the parameters' map; hint: AdamW(map, …) or AdamW(model.parameters(), map=map)")
         for ok, what, value, expected in (
-            (lr >= 0, "lr", lr, "0 or more"), (eps >= 0, "eps", eps, "0 or more"), (weight_decay >= 0, "weight_decay", weight_decay, "0 or more"),
+            (lr >= 0, "lr", lr, "0 or more"),
+            (eps >= 0, "eps", eps, "0 or more"),
+            (weight_decay >= 0, "weight_decay", weight_decay, "0 or more"),
             (all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)"),
         ):
             if not ok:
@@ -123,6 +125,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _sweep(self, group, step: int, blocks) -> None:
         beta1, beta2 = group["betas"]
-        _C.loom_adamw_init(self._values.data_ptr(), group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step, self._scale)
+        _C.loom_adamw_init(
+            self._values.data_ptr(), group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step, self._scale
+        )
         self._hyper.copy_(self._values)
         _C.loom_adamw(self.map.handle, 0, self._ranges(blocks), self._hyper.data_ptr())

@@ -55,9 +55,7 @@ def load_vocabulary(path: str) -> Vocabulary:
     try:
         import tokenizers
     except ImportError as error:
-        raise PackError(
-            f"--tokenizer needs the Python package 'tokenizers': {error}; hint: pip install tokenizers"
-        ) from None
+        raise PackError(f"--tokenizer needs the Python package 'tokenizers': {error}; hint: pip install tokenizers") from None
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     name = os.path.basename(os.path.abspath(folder))
     given = None if os.path.isdir(path) else os.path.basename(path)
@@ -185,9 +183,7 @@ def texts_to_list(source: str, to, vocabulary: Vocabulary, progress=None) -> Non
                 progress(number, 0)
 
 
-def pack_folder(
-    out: str, folder: str, tokenizer: str, list_name: str | None = None, options=None, progress=None
-) -> dict:
+def pack_folder(out: str, folder: str, tokenizer: str, list_name: str | None = None, options=None, progress=None) -> dict:
     """Pack a folder with the vocabulary at `tokenizer`. Returns the summary: samples, skipped, images, bytes."""
     source = find_list(folder, list_name)
     vocabulary = load_vocabulary(tokenizer)

@@ -18,7 +18,7 @@ from .mapping import ROLE_NAMES, ParameterMap, current, map_of
 _WEIGHT, _ACTIVATION, _GRADIENT, _OPTIMIZER, _WORKSPACE, _INPUT = range(6)
 _ROLE_OF_PLANE = (_WEIGHT, _GRADIENT, _OPTIMIZER, _OPTIMIZER, _OPTIMIZER)
 _BYTES = {1: 4, 2: 2, 3: 2}  # of an element, by the library's dtype
-_active: "Recorder | None" = None
+_active: Recorder | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -119,15 +119,26 @@ class MemSculptor:
                 continue
             for role, dtype in enumerate(_C.map_classes(self.map.handle)[klass]["role_dtype"]):
                 if dtype:
-                    _C.trace_add(trace, f"{name}.{ROLE_NAMES[role]}", name, _ROLE_OF_PLANE[role], 0, 0, end, capacity * _BYTES[dtype])
+                    _C.trace_add(
+                        trace,
+                        f"{name}.{ROLE_NAMES[role]}",
+                        name,
+                        _ROLE_OF_PLANE[role],
+                        0,
+                        0,
+                        end,
+                        capacity * _BYTES[dtype],
+                    )
         for name, module, role, first, last, size in recorder.rows:
             if size > 0:
                 _C.trace_add(trace, name, module, role, 0, first, max(last or end, first + 1), size)
         self._trace = trace
-        self.summary = dict(_C.trace_plan(trace, self.options), operators=recorder.ordinal, map_bytes=_C.map_bytes(self.map.handle))
+        self.summary = dict(
+            _C.trace_plan(trace, self.options), operators=recorder.ordinal, map_bytes=_C.map_bytes(self.map.handle)
+        )
 
     def analyze_lifecycle(self, step=None) -> list:
-        """The lifetime table: one dict a tensor with name, module, role, bytes, first, last (operator ordinals) and planned offset.
+        """The lifetime table: a dict a tensor with name, module, role, bytes, first and last ordinal, planned offset.
 
         step: a function that runs one training step, traced now; without it the last trace is used.
         """
@@ -135,7 +146,9 @@ class MemSculptor:
             with self.trace():
                 step()
         if self._trace is None:
-            raise RuntimeError("no step has been traced; hint: analyze_lifecycle(step=function), or `with sculptor.trace():` around one")
+            raise RuntimeError(
+                "no step has been traced; hint: analyze_lifecycle(step=function), or `with sculptor.trace():` around one"
+            )
         columns = ("name", "module", "role", "stream", "first", "last", "bytes", "align", "offset")
         return [dict(zip(columns, row)) for row in _C.trace_rows(self._trace)]
 
@@ -150,8 +163,10 @@ class MemSculptor:
         if self.summary is None:
             return "memory: no step traced"
         s, mib = self.summary, 2**20
-        return (f"memory: {s['n']} tensors over {s['operators']} operators, {s['bound_bytes'] / mib:.1f} MiB live at most, "
-                f"{s['peak_bytes'] / mib:.1f} MiB planned (waste {100 * s['waste']:.2f} %), {s['map_bytes'] / mib:.1f} MiB of it the map")
+        return (
+            f"memory: {s['n']} tensors over {s['operators']} operators, {s['bound_bytes'] / mib:.1f} MiB live at most, "
+            f"{s['peak_bytes'] / mib:.1f} MiB planned (waste {100 * s['waste']:.2f} %), the map {s['map_bytes'] / mib:.1f} MiB"
+        )
 
     def set_pool_size(self, pool: str, size_bytes: float) -> None:
         """Give a pool head-room (`expert_3`: that expert in every layer) and plan anew; contents follow. At a step edge."""
@@ -170,15 +185,19 @@ class MemSculptor:
         if pool not in names and not (match and any(n.split(".")[0].endswith(f"/expert{int(match[1]):02d}") for n in names)):
             raise ValueError(f"pool {pool!r} is unknown, expected expert_<n> or one of {len(names)} names such as {min(names)!r}")
         if block is not None and pool not in (block.info["pool"], f"expert_{block.info['expert']}"):
-            raise ValueError(f"parameter {block.name} lies in pool {block.info['pool']}, not in {pool}; hint: parameters are placed by their module")
+            raise ValueError(
+                f"parameter {block.name} lies in pool {block.info['pool']}, not in {pool}; hint: their module places them"
+            )
         if block is None and _active is not None:
             _active.label(tensor, pool)
         return tensor
 
     @staticmethod
     def pre_forward_hook(module, args) -> None:
-        """For `module.register_forward_pre_hook`, as the brief's listing does: the module's parameters must lie on the current map."""
+        """For `module.register_forward_pre_hook`, as in the brief: the module's parameters must lie on the current map."""
         held = current()
         for name, p in module.named_parameters(recurse=False):
             if held.block_of(p) is None:
-                raise RuntimeError(f"parameter {name} of {type(module).__name__} is not on the current map; hint: accelerate the model first")
+                raise RuntimeError(
+                    f"parameter {name} of {type(module).__name__} is not on the current map; hint: accelerate the model first"
+                )

@@ -24,7 +24,16 @@ class CheckpointVault:
     optimizer: its step counts travel with each checkpoint. Other options of section [vault] by name.
     """
 
-    def __init__(self, save_dir, base_model_path=None, diff_interval: int = 50, *, model: nn.Module | None = None, optimizer=None, **options):
+    def __init__(
+        self,
+        save_dir,
+        base_model_path=None,
+        diff_interval: int = 50,
+        *,
+        model: nn.Module | None = None,
+        optimizer=None,
+        **options,
+    ):
         held = map_of(model) if model is not None else current()
         if held is None:
             held = ParameterMap(model)
@@ -81,7 +90,7 @@ class CheckpointVault:
             os.replace(self.base_model_path + ".tmp", self.base_model_path)
 
     def restore(self, step: int = -1) -> dict:
-        """Load the newest checkpoint that verifies, at most `step`. -> {"step", "path", "bytes", …}; `blob(name)` has its state"""
+        """Load the newest checkpoint that verifies, at most `step`. -> {"step", "path", …}; `blob(name)` has its state"""
         info = _C.vault_restore(self.handle, step)
         self.map.weights_written(self.map.blocks)
         steps = self.blob("loongforge.optimizer") or {}

@@ -186,20 +186,14 @@ def _long(data, seed):
         acc, np.frombuffer(data[n - 64 :], "<u8").reshape(1, 8), np.frombuffer(secret[121:185], "<u8").reshape(1, 8)
     )
     lanes = [int(a) for a in acc]
-    return (
-        _merge(lanes, secret, 11, n * P64[0] & MASK64)
-        | _merge(lanes, secret, 192 - 64 - 11, ~(n * P64[1]) & MASK64) << 64
-    )
+    return _merge(lanes, secret, 11, n * P64[0] & MASK64) | _merge(lanes, secret, 192 - 64 - 11, ~(n * P64[1]) & MASK64) << 64
 
 
 def _merge(acc, secret, at, start):
     return _avalanche(
         (
             start
-            + sum(
-                _fold(acc[2 * i] ^ _u64(secret, at + 16 * i), acc[2 * i + 1] ^ _u64(secret, at + 16 * i + 8))
-                for i in range(4)
-            )
+            + sum(_fold(acc[2 * i] ^ _u64(secret, at + 16 * i), acc[2 * i + 1] ^ _u64(secret, at + 16 * i + 8)) for i in range(4))
         )
         & MASK64
     )
@@ -353,9 +347,7 @@ class VaultReader:
         role = ("weight", "grad", "master", "exp_avg", "exp_avg_sq").index(plane["role"])
 
         def base():
-            twin = next(
-                p for p in base_manifest["planes"] if (p["class"], p["role"]) == (plane["class"], plane["role"])
-            )
+            twin = next(p for p in base_manifest["planes"] if (p["class"], p["role"]) == (plane["class"], plane["role"]))
             return self._slice(base_manifest, twin, number, None)
 
         key = (plane["class"], role, number)
@@ -418,9 +410,7 @@ def _cut(params, planes):
     for p in params:
         n = int(np.prod(p["shape"], dtype=np.int64))
         roles = {role: plane for (klass, role), plane in planes.items() if klass == p["class"]}
-        out[p["name"]] = {
-            role: plane[p["offset"] : p["offset"] + n].reshape(p["shape"]) for role, plane in roles.items()
-        }
+        out[p["name"]] = {role: plane[p["offset"] : p["offset"] + n].reshape(p["shape"]) for role, plane in roles.items()}
     return out
 
 
@@ -428,9 +418,7 @@ def main(folder, step=None):
     state = VaultReader(folder).read(None if step is None else int(step))
     print(json.dumps({"step": state["step"], "blobs": {k: len(v) for k, v in state["blobs"].items()}}))
     for name, roles in state["params"].items():
-        print(
-            json.dumps({"name": name, **{role: f"{xxh3_128(array.tobytes()):032x}" for role, array in roles.items()}})
-        )
+        print(json.dumps({"name": name, **{role: f"{xxh3_128(array.tobytes()):032x}" for role, array in roles.items()}}))
 
 
 if __name__ == "__main__":

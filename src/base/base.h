@@ -34,19 +34,19 @@ lf_status lf__fail_errno(int err, const char *format, ...) LF_PRINTF(2, 3) LF_CO
 lf_status lf__fail_prefix(lf_status status, const char *format, ...) LF_PRINTF(2, 3) LF_COLD;
 
 /** Jump to the function's only label `out:` with `rc` set. */
-#define LF_TRY(expr)                      \
-    do {                                  \
-        rc = (expr);                      \
+#define LF_TRY(expr)                       \
+    do {                                   \
+        rc = (expr);                       \
         if (LF_UNLIKELY(rc < 0)) goto out; \
     } while (0)
 /** Leave with an error through `out:`. */
-#define LF_THROW(...)          \
-    do {                       \
+#define LF_THROW(...)              \
+    do {                           \
         rc = LF_FAIL(__VA_ARGS__); \
-        goto out;              \
+        goto out;                  \
     } while (0)
-#define LF_CHECK_ARG(cond, ...)                                              \
-    do {                                                                     \
+#define LF_CHECK_ARG(cond, ...)                                                \
+    do {                                                                       \
         if (LF_UNLIKELY(!(cond))) return LF_FAIL(LF_ERR_INVALID, __VA_ARGS__); \
     } while (0)
 
@@ -66,8 +66,8 @@ void lf__log(int32_t level, const char *format, ...) LF_PRINTF(2, 3);
 
 /* ---- memory (fault points: tests make the n-th allocation fail) ------------------------------------------------------ */
 
-void *lf__alloc(size_t bytes);                    /* zeroed; NULL when out of memory; bytes 0 is allowed */
-void *lf__alloc_array(size_t n, size_t bytes);    /* checks the product */
+void *lf__alloc(size_t bytes);                 /* zeroed; NULL when out of memory; bytes 0 is allowed */
+void *lf__alloc_array(size_t n, size_t bytes); /* checks the product */
 void *lf__realloc(void *p, size_t n, size_t bytes);
 void *lf__alloc_aligned(size_t bytes, size_t align); /* not zeroed */
 char *lf__strdup(const char *text);
@@ -94,28 +94,43 @@ extern const uint32_t lf__n_sections;
  *  defaults for the rest; every field is checked against its bounds. */
 lf_status lf__options_take(const char *section, void *to, size_t bytes, const void *from);
 
-#define LF_ROW_I32(S, f, def, lo, hi, help_) {#f, def, help_, NULL, LF_OPT_I32, offsetof(S, f), lo, hi}
-#define LF_ROW_I64(S, f, def, lo, hi, help_) {#f, def, help_, NULL, LF_OPT_I64, offsetof(S, f), lo, hi}
-#define LF_ROW_F64(S, f, def, lo, hi, help_) {#f, def, help_, NULL, LF_OPT_F64, offsetof(S, f), lo, hi}
-#define LF_ROW_BOOL(S, f, def, help_) {#f, def, help_, NULL, LF_OPT_BOOL, offsetof(S, f), 0, 1}
-#define LF_ROW_TEXT(S, f, def, choices_, help_) {#f, def, help_, choices_, LF_OPT_TEXT, offsetof(S, f), 0, 0}
+#define LF_ROW_I32(S, f, def, lo, hi, help_)                     \
+    {                                                            \
+#f, def, help_, NULL, LF_OPT_I32, offsetof(S, f), lo, hi \
+    }
+#define LF_ROW_I64(S, f, def, lo, hi, help_)                     \
+    {                                                            \
+#f, def, help_, NULL, LF_OPT_I64, offsetof(S, f), lo, hi \
+    }
+#define LF_ROW_F64(S, f, def, lo, hi, help_)                     \
+    {                                                            \
+#f, def, help_, NULL, LF_OPT_F64, offsetof(S, f), lo, hi \
+    }
+#define LF_ROW_BOOL(S, f, def, help_)                           \
+    {                                                           \
+#f, def, help_, NULL, LF_OPT_BOOL, offsetof(S, f), 0, 1 \
+    }
+#define LF_ROW_TEXT(S, f, def, choices_, help_)                     \
+    {                                                               \
+#f, def, help_, choices_, LF_OPT_TEXT, offsetof(S, f), 0, 0 \
+    }
 
 /* ---- time ---------------------------------------------------------------------------------------------------------- */
 
-int64_t lf__now_ns(void);  /* monotonic */
+int64_t lf__now_ns(void); /* monotonic */
 int64_t lf__unix_ns(void);
 void lf__sleep_ns(int64_t ns);
 
 /* ---- threads ------------------------------------------------------------------------------------------------------- */
 
-typedef struct lf__mutex lf__mutex;   /* with a condition variable of its own */
-lf__mutex *lf__mutex_open(void);      /* NULL: out of memory */
+typedef struct lf__mutex lf__mutex; /* with a condition variable of its own */
+lf__mutex *lf__mutex_open(void);    /* NULL: out of memory */
 void lf__mutex_close(lf__mutex *m);
 void lf__lock(lf__mutex *m);
 void lf__unlock(lf__mutex *m);
-void lf__wait(lf__mutex *m);                          /* like pthread_cond_wait: may wake early */
-bool lf__wait_ns(lf__mutex *m, int64_t timeout_ns);   /* false: the time passed */
-void lf__wake(lf__mutex *m);                          /* all waiters */
+void lf__wait(lf__mutex *m);                        /* like pthread_cond_wait: may wake early */
+bool lf__wait_ns(lf__mutex *m, int64_t timeout_ns); /* false: the time passed */
+void lf__wake(lf__mutex *m);                        /* all waiters */
 
 typedef struct lf__thread lf__thread;
 typedef void (*lf__thread_fn)(void *user);
@@ -150,7 +165,7 @@ typedef struct lf__hash128 {
 } lf__hash128;
 lf__hash128 lf__hash(const void *data, size_t bytes, uint64_t seed); /* XXH3-128 */
 void lf__hash_hex(lf__hash128 h, char text[33]);
-bool lf__hash_parse(const char *hex, lf__hash128 *h); /* 32 hex digits */
+bool lf__hash_parse(const char *hex, lf__hash128 *h);  /* 32 hex digits */
 uint32_t lf__crc_like(const void *data, size_t bytes); /* low 32 bits of XXH3-64 */
 
 /** Philox4x32-10 (Salmon et al., SC'11): 4 random words of a counter and a key. */
@@ -162,8 +177,8 @@ typedef struct lf__rng {
 } lf__rng;
 void lf__rng_init(lf__rng *r, uint64_t seed, uint32_t a, uint32_t b, uint32_t c);
 uint32_t lf__rng_u32(lf__rng *r);
-double lf__rng_unit(lf__rng *r);                       /* [0, 1) */
-int32_t lf__rng_below(lf__rng *r, int32_t n);          /* [0, n), unbiased enough: n < 2^24 */
+double lf__rng_unit(lf__rng *r);              /* [0, 1) */
+int32_t lf__rng_below(lf__rng *r, int32_t n); /* [0, n), unbiased enough: n < 2^24 */
 /** Position of `i` in the permutation of [0, n) that `key` names; a bijection with no state (Feistel with cycle walking). */
 int64_t lf__permute(uint64_t key, int64_t n, int64_t i);
 
@@ -173,13 +188,19 @@ static inline int64_t lf__round_up(int64_t x, int64_t align) { return (x + align
 static inline bool lf__is_pow2(int64_t x) { return x > 0 && (x & (x - 1)) == 0; }
 static inline uint16_t lf__bf16_from_f32(float x)
 {
-    union { float f; uint32_t u; } v = {x};
+    union {
+        float f;
+        uint32_t u;
+    } v = {x};
     if ((v.u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((v.u >> 16) | 0x40u); /* NaN stays NaN */
     return (uint16_t)((v.u + 0x7fffu + ((v.u >> 16) & 1u)) >> 16);
 }
 static inline float lf__f32_from_bf16(uint16_t x)
 {
-    union { uint32_t u; float f; } v = {(uint32_t)x << 16};
+    union {
+        uint32_t u;
+        float f;
+    } v = {(uint32_t)x << 16};
     return v.f;
 }
 

@@ -52,8 +52,7 @@ static lf_status find_row(const lf_options_section *s, const char *key, const lf
         }
     }
     return LF_FAIL(LF_ERR_NOTFOUND, "unknown option '%s' in section [%s]; hint: %s%s%s", key, s->name,
-                   near ? "did you mean '" : "`loongforge config ", near ? near->name : s->name,
-                   near ? "'?" : "` lists them");
+                   near ? "did you mean '" : "`loongforge config ", near ? near->name : s->name, near ? "'?" : "` lists them");
 }
 
 static bool parse_bool(const char *text, int32_t *value)
@@ -61,7 +60,8 @@ static bool parse_bool(const char *text, int32_t *value)
     static const struct {
         const char *text;
         int32_t value;
-    } words[] = {{"1", 1}, {"true", 1}, {"True", 1}, {"on", 1}, {"yes", 1}, {"0", 0}, {"false", 0}, {"False", 0}, {"off", 0}, {"no", 0}};
+    } words[] = {{"1", 1}, {"true", 1},  {"True", 1},  {"on", 1},  {"yes", 1},
+                 {"0", 0}, {"false", 0}, {"False", 0}, {"off", 0}, {"no", 0}};
     for (size_t i = 0; i < LF_COUNT(words); i++)
         if (strcmp(words[i].text, text) == 0) {
             *value = words[i].value;
@@ -76,7 +76,7 @@ static bool parse_number(const char *text, bool sizes, double *value)
     static const struct {
         const char *text;
         double factor;
-    } units[] = {{"", 1},         {"k", 1e3},      {"K", 1024},     {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
+    } units[] = {{"", 1},         {"k", 1e3},         {"K", 1024},   {"KB", 1e3},       {"MB", 1e6},         {"GB", 1e9},
                  {"M", 1048576.}, {"G", 1073741824.}, {"KiB", 1024}, {"MiB", 1048576.}, {"GiB", 1073741824.}};
     char *end;
     errno = 0;
@@ -106,7 +106,8 @@ static bool is_choice(const char *choices, const char *value)
 static lf_status set_text(const lf_options_section *s, const lf_option *row, char *field, const char *value)
 {
     if (strlen(value) >= LF_TEXT_MAX)
-        return LF_FAIL(LF_ERR_INVALID, "[%s] %s has %zu bytes, expected fewer than %d", s->name, row->name, strlen(value), LF_TEXT_MAX);
+        return LF_FAIL(LF_ERR_INVALID, "[%s] %s has %zu bytes, expected fewer than %d", s->name, row->name, strlen(value),
+                       LF_TEXT_MAX);
     if (row->choices && !is_choice(row->choices, value))
         return LF_FAIL(LF_ERR_INVALID, "[%s] %s is '%s', expected one of %s", s->name, row->name, value, row->choices);
     memset(field, 0, LF_TEXT_MAX);
@@ -174,7 +175,8 @@ lf_status lf_options_set(const char *section, void *options, const char *key, co
     if (rc < 0) return rc;
     size_t size;
     memcpy(&size, options, sizeof size);
-    LF_CHECK_ARG(row->offset + row_bytes(row) <= size, "[%s] %s is newer than the caller's struct of %zu bytes", section, key, size);
+    LF_CHECK_ARG(row->offset + row_bytes(row) <= size, "[%s] %s is newer than the caller's struct of %zu bytes", section, key,
+                 size);
     return set_row(s, row, options, value);
 }
 
@@ -229,8 +231,9 @@ lf_status lf__options_take(const char *section, void *to, size_t bytes, const vo
     const lf_options_section *s = lf_options_find(section);
     size_t size;
     memcpy(&size, from, sizeof size);
-    LF_CHECK_ARG(size >= sizeof size && size <= bytes, "options of [%s]: size is %zu, expected %zu to %zu; hint: lf_options_init sets it",
-                 section, size, sizeof size, bytes);
+    LF_CHECK_ARG(size >= sizeof size && size <= bytes,
+                 "options of [%s]: size is %zu, expected %zu to %zu; hint: lf_options_init sets it", section, size, sizeof size,
+                 bytes);
     for (uint32_t i = 0; i < s->n_rows; i++) {
         if (s->rows[i].offset + row_bytes(&s->rows[i]) > size) continue;
         char text[LF_TEXT_MAX];

@@ -38,8 +38,7 @@ int64_t lf__unix_ns(void)
 void lf__sleep_ns(int64_t ns)
 {
     struct timespec t = {ns / 1000000000, ns % 1000000000};
-    while (nanosleep(&t, &t) != 0 && errno == EINTR) {
-    }
+    while (nanosleep(&t, &t) != 0 && errno == EINTR) {}
 }
 
 lf__mutex *lf__mutex_open(void)

@@ -65,14 +65,19 @@ static lf_status find_table(const char *kind, const lf__device_ops **ops)
     char why[300] = "";
     void *library = open_library("libloongforge_cuda.so", why, sizeof why);
     if (!library)
-        return LF_FAIL(LF_ERR_UNSUPPORTED, "no CUDA device support: %s; hint: build with -DLF_CUDA=ON on a machine with nvcc, or use device cpu", why);
+        return LF_FAIL(LF_ERR_UNSUPPORTED,
+                       "no CUDA device support: %s; hint: build with -DLF_CUDA=ON on a machine with nvcc, or use device cpu",
+                       why);
     static const lf__host_ops host = {LF_DEVICE_ABI, sizeof host, lf__fail, lf_error_text, lf__log, lf__alloc, lf__free};
     lf__device_entry entry;
     *(void **)&entry = dlsym(library, "lf_device_entry_v1");
     const lf__device_ops *found = entry ? entry(&host) : NULL;
-    if (!found) return LF_FAIL(LF_ERR_UNSUPPORTED, "libloongforge_cuda.so has no device table for ABI %d; hint: rebuild both together", LF_DEVICE_ABI);
+    if (!found)
+        return LF_FAIL(LF_ERR_UNSUPPORTED, "libloongforge_cuda.so has no device table for ABI %d; hint: rebuild both together",
+                       LF_DEVICE_ABI);
     if (found->abi != LF_DEVICE_ABI || found->size != sizeof(lf__device_ops))
-        return LF_FAIL(LF_ERR_UNSUPPORTED, "libloongforge_cuda.so has device ABI %u (%u bytes), expected %d (%zu bytes); hint: rebuild both together",
+        return LF_FAIL(LF_ERR_UNSUPPORTED,
+                       "libloongforge_cuda.so has device ABI %u (%u bytes), expected %d (%zu bytes); hint: rebuild both together",
                        found->abi, found->size, LF_DEVICE_ABI, sizeof(lf__device_ops));
     *ops = found;
     return LF_OK;
@@ -90,7 +95,8 @@ lf_status lf_device_open(lf_device **out, const char *name)
     kind[length] = 0;
     char *end = NULL;
     long index = colon ? strtol(colon + 1, &end, 10) : 0;
-    LF_CHECK_ARG(!colon || (end != colon + 1 && *end == 0 && index >= 0 && index < 1024), "device '%s': expected a number behind ':'", name);
+    LF_CHECK_ARG(!colon || (end != colon + 1 && *end == 0 && index >= 0 && index < 1024),
+                 "device '%s': expected a number behind ':'", name);
     const lf__device_ops *ops = NULL;
     lf_status rc = find_table(kind, &ops);
     if (rc < 0) return rc;

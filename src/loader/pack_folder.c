@@ -210,12 +210,15 @@ static lf_status find_list(const char *dir, const char *list, char *path, size_t
 }
 
 /* The last part of a path, as the set's source. */
-static void name_source(const char *dir, char *source, size_t size)
+static void name_source(const char *dir, int32_t n_dirs, char *source, size_t size)
 {
+    char more[24] = "";
     size_t end = strlen(dir), from;
     while (end > 1 && dir[end - 1] == '/') end--;
     for (from = end; from > 0 && dir[from - 1] != '/'; from--) {}
-    snprintf(source, size, "%.*s", (int)(end - from < size - 1 ? end - from : size - 1), dir + from);
+    if (n_dirs > 1) snprintf(more, sizeof more, " and %d more", n_dirs - 1);
+    size_t room = size - 1 - strlen(more), n = end - from < room ? end - from : room;
+    snprintf(source, size, "%.*s%s", (int)n, dir + from, more);
 }
 
 static lf_status check_arguments(const char *path, const char *dir, const char *tokenizer, int32_t vocab_size,
@@ -230,26 +233,42 @@ static lf_status check_arguments(const char *path, const char *dir, const char *
     return LF_OK;
 }
 
-lf_status lf_pack_folder(const char *path, const char *dir, const char *list, const char *tokenizer, int32_t vocab_size,
-                         const lf_pack_options *opts, lf_progress_fn progress, void *user, lf_pack_summary *summary)
+/* All records of one folder. */
+static lf_status pack_one_folder(folder *f, const char *dir, const char *list)
+{
+    lf_status rc = LF_OK;
+    char list_path[PATH_MAX], *text = NULL;
+    size_t bytes;
+    int64_t before = f->writer.sum.samples, skipped = f->writer.sum.skipped;
+    f->dir = dir;
+    LF_TRY(find_list(dir, list, list_path, sizeof list_path));
+    LF_TRY(lf__io_read_all(lf__io_posix(), list_path, LIST_MOST, &text, &bytes));
+    LF_TRY(pack_lines(f, text, bytes));
+    if (f->writer.sum.samples == before)
+        LF_THROW(LF_ERR_FORMAT, "%s holds no usable record (%lld skipped)", list_path,
+                 (long long)(f->writer.sum.skipped - skipped));
+out:
+    lf__free(text);
+    return rc;
+}
+
+lf_status lf_pack_folders(const char *path, const char *const *dirs, int32_t n_dirs, const char *list, const char *tokenizer,
+                          int32_t vocab_size, const lf_pack_options *opts, lf_progress_fn progress, void *user,
+                          lf_pack_summary *summary)
 {
     lf_status rc = LF_OK;
     lf_pack_options o;
-    folder f = {.dir = dir, .progress = progress, .user = user};
-    char list_path[PATH_MAX], source[128], *text = NULL;
-    size_t bytes;
-    LF_TRY(check_arguments(path, dir, tokenizer, vocab_size, summary));
+    folder f = {.progress = progress, .user = user};
+    char source[128];
+    LF_CHECK_ARG(dirs && n_dirs > 0, "no folder to pack");
+    for (int32_t i = 0; i < n_dirs; i++) LF_TRY(check_arguments(path, dirs[i], tokenizer, vocab_size, summary));
     LF_TRY(lf__options_take("pack", &o, sizeof o, opts));
-    LF_TRY(find_list(dir, list, list_path, sizeof list_path));
-    LF_TRY(lf__io_read_all(lf__io_posix(), list_path, LIST_MOST, &text, &bytes));
     lf__vocabulary_set(&f.vocabulary, vocab_size);
     f.decoder = lf__decoder_open(CHECK_SIZE);
     if (!f.decoder) LF_THROW(LF_ERR_NOMEM, "decoder");
     LF_TRY(lf__pack_open(&f.writer, path, &o));
-    LF_TRY(pack_lines(&f, text, bytes));
-    if (f.writer.sum.samples == 0)
-        LF_THROW(LF_ERR_FORMAT, "%s holds no usable record (%lld skipped)", list_path, (long long)f.writer.sum.skipped);
-    name_source(dir, source, sizeof source);
+    for (int32_t i = 0; i < n_dirs; i++) LF_TRY(pack_one_folder(&f, dirs[i], list));
+    name_source(dirs[0], n_dirs, source, sizeof source);
     LF_TRY(lf__pack_finish(&f.writer, source, vocab_size ? tokenizer : "bytes", vocab_size));
     if (summary) {
         *summary = f.writer.sum;
@@ -258,6 +277,5 @@ lf_status lf_pack_folder(const char *path, const char *dir, const char *list, co
 out:
     lf__pack_close(&f.writer);
     lf__decoder_close(f.decoder);
-    lf__free(text);
     return rc;
 }

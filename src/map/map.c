@@ -66,16 +66,18 @@ static lf_status grow(void **array, int32_t n, int32_t *room, size_t row_bytes)
 static lf_status check_param(const lf_map *map, const lf_param *p, int64_t *count)
 {
     LF_CHECK_ARG(p->size == sizeof *p, "lf_param: size is %zu, expected %zu", p->size, sizeof *p);
-    LF_CHECK_ARG(p->name && p->name[0] && strlen(p->name) < LF_NAME_MAX, "a parameter's name is empty or longer than %d bytes", LF_NAME_MAX - 1);
+    LF_CHECK_ARG(p->name && p->name[0] && strlen(p->name) < LF_NAME_MAX, "a parameter's name is empty or longer than %d bytes",
+                 LF_NAME_MAX - 1);
     LF_CHECK_ARG(p->ndim >= 0 && p->ndim <= LF_MAX_DIMS, "%s has %d dimensions, expected 0 to %d", p->name, p->ndim, LF_MAX_DIMS);
-    LF_CHECK_ARG(p->dtype == LF_DTYPE_F32 || p->dtype == LF_DTYPE_BF16 || p->dtype == LF_DTYPE_F16, "%s has dtype %s, expected f32, bf16 or f16",
-                 p->name, lf_dtype_name(p->dtype));
+    LF_CHECK_ARG(p->dtype == LF_DTYPE_F32 || p->dtype == LF_DTYPE_BF16 || p->dtype == LF_DTYPE_F16,
+                 "%s has dtype %s, expected f32, bf16 or f16", p->name, lf_dtype_name(p->dtype));
     LF_CHECK_ARG(p->layer >= -1, "%s has layer %d, expected -1 or more", p->name, p->layer);
     LF_CHECK_ARG(p->expert >= -1 && p->expert < 65536, "%s has expert %d, expected -1 to 65535", p->name, p->expert);
     *count = 1;
     for (int32_t i = 0; i < p->ndim; i++) {
-        LF_CHECK_ARG(p->shape[i] > 0 && *count <= ((int64_t)1 << 48) / p->shape[i], "%s has extent %lld in dimension %d, expected 1 or more, 2^48 elements in all",
-                     p->name, (long long)p->shape[i], i);
+        LF_CHECK_ARG(p->shape[i] > 0 && *count <= ((int64_t)1 << 48) / p->shape[i],
+                     "%s has extent %lld in dimension %d, expected 1 or more, 2^48 elements in all", p->name,
+                     (long long)p->shape[i], i);
         *count *= p->shape[i];
     }
     if (p->tied_to < 0) return LF_OK;
@@ -100,8 +102,14 @@ lf_status lf_map_add(lf_map *map, const lf_param *p, int32_t *index)
     rc = grow((void **)&map->params, map->n_params, &map->params_room, sizeof *map->params);
     if (rc < 0) return rc;
     map_param *row = &map->params[map->n_params];
-    *row = (map_param){.name = lf__strdup(p->name), .ndim = p->ndim, .dtype = p->dtype, .layer = p->layer, .expert = p->expert,
-                       .tied_to = p->tied_to < 0 ? -1 : p->tied_to, .flags = p->flags, .count = count};
+    *row = (map_param){.name = lf__strdup(p->name),
+                       .ndim = p->ndim,
+                       .dtype = p->dtype,
+                       .layer = p->layer,
+                       .expert = p->expert,
+                       .tied_to = p->tied_to < 0 ? -1 : p->tied_to,
+                       .flags = p->flags,
+                       .count = count};
     if (!row->name) return LF_FAIL(LF_ERR_NOMEM, "parameter %s", p->name);
     for (int32_t i = 0; i < p->ndim; i++) row->shape[i] = p->shape[i];
     if (index) *index = map->n_params;
@@ -123,8 +131,9 @@ lf_status lf_map_add_arena(lf_map *map, const char *name, int32_t kind, int64_t 
 {
     LF_CHECK_ARG(map && name && name[0], "map or name is NULL or empty");
     if (map->planned) return LF_FAIL(LF_ERR_STATE, "cannot add arena %s: the map is planned", name);
-    LF_CHECK_ARG(bytes > 0 && lf__is_pow2(align_bytes), "arena %s: %lld bytes aligned to %lld, expected more than 0 and a power of two", name,
-                 (long long)bytes, (long long)align_bytes);
+    LF_CHECK_ARG(bytes > 0 && lf__is_pow2(align_bytes),
+                 "arena %s: %lld bytes aligned to %lld, expected more than 0 and a power of two", name, (long long)bytes,
+                 (long long)align_bytes);
     LF_CHECK_ARG(kind >= LF_POOL_STATIC && kind <= LF_POOL_TRANSIENT, "arena %s: kind %d", name, kind);
     for (int32_t i = 0; i < map->n_pools; i++)
         if (strcmp(map->pools[i].name, name) == 0) return LF_FAIL(LF_ERR_EXISTS, "arena %s was added before", name);
@@ -140,7 +149,8 @@ lf_status lf_map_set_pool_bytes(lf_map *map, const char *pool, int64_t bytes)
 {
     LF_CHECK_ARG(map && pool, "map or pool is NULL");
     LF_CHECK_ARG(bytes > 0, "pool %s: %lld bytes, expected more than 0", pool, (long long)bytes);
-    if (map->planned) return LF_FAIL(LF_ERR_STATE, "cannot size pool %s: the map is planned; hint: set sizes before the first step", pool);
+    if (map->planned)
+        return LF_FAIL(LF_ERR_STATE, "cannot size pool %s: the map is planned; hint: set sizes before the first step", pool);
     lf_status rc = grow((void **)&map->requests, map->n_requests, &map->requests_room, sizeof *map->requests);
     if (rc < 0) return rc;
     char *name = lf__strdup(pool);
@@ -183,7 +193,8 @@ lf_status lf_map_attach(lf_map *map, int32_t index, int32_t role, void *data)
     if (!map->planned || map->slab) return LF_FAIL(LF_ERR_STATE, "attaching needs a map that is planned and not allocated");
     LF_CHECK_ARG(index >= 0 && index < map->n_params, "parameter %d, expected 0 to %d", index, map->n_params - 1);
     map_param *owner = &map->params[map->params[index].tied_to < 0 ? index : map->params[index].tied_to];
-    LF_CHECK_ARG(role >= 0 && role < LF_N_ROLES && map->classes[owner->klass].role_dtype[role], "%s has no role %s", owner->name, lf_role_name(role));
+    LF_CHECK_ARG(role >= 0 && role < LF_N_ROLES && map->classes[owner->klass].role_dtype[role], "%s has no role %s", owner->name,
+                 lf_role_name(role));
     owner->attached[role] = data;
     map->attached = true;
     return LF_OK;

@@ -40,9 +40,16 @@ lf_status lf_map_get_block(const lf_map *map, int32_t index, lf_block_info *info
     lf_status rc = check_ask(map, "block", index, map ? map->n_params : 0, info->size, sizeof *info);
     if (rc < 0) return rc;
     const map_param *p = &map->params[index];
-    *info = (lf_block_info){.size = sizeof *info, .name = p->name, .pool = map->pools[p->pool].name,
-                            .range = {p->klass, 0, p->offset, p->count}, .ndim = p->ndim, .layer = p->layer, .expert = p->expert,
-                            .group = p->group, .tied_to = p->tied_to, .flags = p->flags};
+    *info = (lf_block_info){.size = sizeof *info,
+                            .name = p->name,
+                            .pool = map->pools[p->pool].name,
+                            .range = {p->klass, 0, p->offset, p->count},
+                            .ndim = p->ndim,
+                            .layer = p->layer,
+                            .expert = p->expert,
+                            .group = p->group,
+                            .tied_to = p->tied_to,
+                            .flags = p->flags};
     memcpy(info->shape, p->shape, sizeof p->shape);
     return LF_OK;
 }
@@ -116,7 +123,8 @@ lf_status lf_map_cover(const lf_map *map, const int32_t *index, int32_t n, lf_ra
     int32_t used = 0;
     for (int32_t i = 0; i < n; i++) {
         lf_range *last = used ? &ranges[used - 1] : NULL;
-        bool twin = last && last->klass == ranges[i].klass && last->offset <= ranges[i].offset && ranges[i].offset < last->offset + last->count;
+        bool twin = last && last->klass == ranges[i].klass && last->offset <= ranges[i].offset &&
+                    ranges[i].offset < last->offset + last->count;
         if (twin) continue; /* a tied parameter beside its owner */
         if (last && last->klass == ranges[i].klass &&
             lf__round_up(last->offset + last->count, map->opts.align_elements) == ranges[i].offset)
@@ -130,7 +138,8 @@ lf_status lf_map_cover(const lf_map *map, const int32_t *index, int32_t n, lf_ra
 static bool range_is_inside(const lf_map *map, const lf_range *r, int32_t role)
 {
     return map->planned && r->klass >= 0 && r->klass < map->n_classes && r->offset >= 0 && r->count >= 0 &&
-           r->offset <= map->classes[r->klass].count - r->count && role >= 0 && role < LF_N_ROLES && map->classes[r->klass].role_dtype[role];
+           r->offset <= map->classes[r->klass].count - r->count && role >= 0 && role < LF_N_ROLES &&
+           map->classes[r->klass].role_dtype[role];
 }
 
 void *lf_map_address(const lf_map *map, const lf_range *range, int32_t role)
@@ -162,7 +171,8 @@ static int32_t first_block(const lf_map *map, const lf_range *range)
     return low;
 }
 
-static lf_status attached_pieces(const lf_map *map, const lf_range *range, int32_t role, lf_piece *pieces, int32_t room, int32_t *n)
+static lf_status attached_pieces(const lf_map *map, const lf_range *range, int32_t role, lf_piece *pieces, int32_t room,
+                                 int32_t *n)
 {
     int64_t at = range->offset, end = range->offset + range->count;
     size_t bytes = lf_dtype_bytes(map->classes[range->klass].role_dtype[role]);
@@ -185,8 +195,8 @@ static lf_status attached_pieces(const lf_map *map, const lf_range *range, int32
 lf_status lf_map_pieces(const lf_map *map, const lf_range *range, int32_t role, lf_piece *pieces, int32_t *n)
 {
     LF_CHECK_ARG(map && range && n && (pieces || *n == 0), "map, range, pieces or n is NULL");
-    LF_CHECK_ARG(range_is_inside(map, range, role), "range (%d, %lld, %lld) of role %s is outside the map", range->klass, (long long)range->offset,
-                 (long long)range->count, lf_role_name(role));
+    LF_CHECK_ARG(range_is_inside(map, range, role), "range (%d, %lld, %lld) of role %s is outside the map", range->klass,
+                 (long long)range->offset, (long long)range->count, lf_role_name(role));
     int32_t room = *n;
     *n = 0;
     if (map->slab) {
@@ -208,7 +218,8 @@ lf_status lf_map_digest(const lf_map *map, uint8_t digest[16])
     lf__buf text = {.max = 1u << 30};
     lf_status rc = lf__buf_printf(&text, "loongforge map 1\n");
     for (int32_t c = 0; c < map->n_classes && rc == LF_OK; c++)
-        rc = lf__buf_printf(&text, "class %d %d %d %lld\n", c, map->classes[c].dtype, map->classes[c].frozen, (long long)map->classes[c].count);
+        rc = lf__buf_printf(&text, "class %d %d %d %lld\n", c, map->classes[c].dtype, map->classes[c].frozen,
+                            (long long)map->classes[c].count);
     for (int32_t i = 0; i < map->n_params && rc == LF_OK; i++) {
         const map_param *p = &map->params[i];
         rc = lf__buf_printf(&text, "%s %d %lld %d %d", p->name, p->klass, (long long)p->offset, p->group, p->tied_to);

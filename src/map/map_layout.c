@@ -45,7 +45,9 @@ static void sum_expert_bytes(const lf_map *map, sort_key *keys, int32_t n)
 {
     for (int32_t from = 0, to; from < n; from = to) {
         int64_t bytes = 0;
-        for (to = from; to < n && keys[to].klass == keys[from].klass && keys[to].layer == keys[from].layer && keys[to].expert == keys[from].expert; to++)
+        for (to = from; to < n && keys[to].klass == keys[from].klass && keys[to].layer == keys[from].layer &&
+                        keys[to].expert == keys[from].expert;
+             to++)
             bytes += map->params[keys[to].index].count * (int64_t)lf_dtype_bytes(map->params[keys[to].index].dtype);
         for (int32_t i = from; i < to; i++) keys[i].expert_bytes = keys[i].expert < 0 ? 0 : bytes;
     }
@@ -87,7 +89,8 @@ static void name_pool(char name[128], const map_param *p)
     if (p->expert < 0) snprintf(part, sizeof part, "dense");
     else snprintf(part, sizeof part, "expert%02d", p->expert);
     /* The first class keeps the plain name; others (another dtype, frozen) say what they are. */
-    if (p->klass > 0) snprintf(frozen, sizeof frozen, ".%s%s", lf_dtype_name(p->dtype), p->flags & LF_PARAM_FROZEN ? ".frozen" : "");
+    if (p->klass > 0)
+        snprintf(frozen, sizeof frozen, ".%s%s", lf_dtype_name(p->dtype), p->flags & LF_PARAM_FROZEN ? ".frozen" : "");
     snprintf(name, 128, "static/%s/%s%s", layer, part, frozen);
 }
 
@@ -112,9 +115,10 @@ static lf_status close_pool(lf_map *map, map_pool *pool, const map_param *p, int
     pool->used = *end - pool->offset;
     pool->capacity = pool->used;
     if (wanted > 0 && wanted < pool->used)
-        return LF_FAIL(LF_ERR_POOL, "pool %s is set to %lld bytes, its parameters need %lld (%lld more); hint: set_pool_size('%s', %lld)", pool->name,
-                       (long long)(wanted * bytes), (long long)(pool->used * bytes), (long long)((pool->used - wanted) * bytes), pool->name,
-                       (long long)(pool->used * bytes));
+        return LF_FAIL(LF_ERR_POOL,
+                       "pool %s is set to %lld bytes, its parameters need %lld (%lld more); hint: set_pool_size('%s', %lld)",
+                       pool->name, (long long)(wanted * bytes), (long long)(pool->used * bytes),
+                       (long long)((pool->used - wanted) * bytes), pool->name, (long long)(pool->used * bytes));
     if (wanted > pool->used) pool->capacity = lf__round_up(wanted, map->opts.align_elements);
     *end = pool->offset + pool->capacity;
     return LF_OK;
@@ -164,7 +168,8 @@ static lf_status check_requests(const lf_map *map)
 {
     for (int32_t i = 0; i < map->n_requests; i++)
         if (!map->requests[i].used)
-            return LF_FAIL(LF_ERR_NOTFOUND, "a size was set for pool %s, which no parameter belongs to; hint: expert_<n>, or a name such as %s",
+            return LF_FAIL(LF_ERR_NOTFOUND,
+                           "a size was set for pool %s, which no parameter belongs to; hint: expert_<n>, or a name such as %s",
                            map->requests[i].pool, map->pools[0].name);
     return LF_OK;
 }

@@ -87,9 +87,7 @@ def test_layer_of_experts_matches_autograd(cpu):
         torch.full((n * k, d), math.nan),
     )
     dlogits, dx = torch.full((n, e), math.nan), torch.full((n, d), math.nan)
-    _C.loom_combine_backward(
-        cpu, 0, r.address, ys.data_ptr(), dy.data_ptr(), n, e, k, d, F32, dys.data_ptr(), dweight.data_ptr()
-    )
+    _C.loom_combine_backward(cpu, 0, r.address, ys.data_ptr(), dy.data_ptr(), n, e, k, d, F32, dys.data_ptr(), dweight.data_ptr())
     for i in range(e):
         drows[bounds[i] : bounds[i + 1]] = dys[bounds[i] : bounds[i + 1]] @ matrices[i].T
     _C.loom_permute_backward(cpu, 0, r.address, drows.data_ptr(), n, e, k, d, F32, dx.data_ptr())
@@ -278,9 +276,7 @@ def test_nexus_turns_exceptions_into_errors(cpu):
             _C.nexus_mark(nexus, 0, 0)
             _C.nexus_finish(nexus, 0)
         assert (
-            error.value.args[1] == status
-            and text in error.value.args[2]
-            and "chunk 0 of 1 (group dense" in error.value.args[2]
+            error.value.args[1] == status and text in error.value.args[2] and "chunk 0 of 1 (group dense" in error.value.args[2]
         )
         with pytest.raises(_C.Error):
             _C.nexus_begin(nexus)

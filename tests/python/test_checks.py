@@ -23,8 +23,7 @@ CLEAN = {
     "src/vault/vault.c": SPDX_C
     + '#include "loongforge/vault.h"\n#include "map/map_int.h"\n#include <stdio.h>\n'
     + '/* free(x) in a comment */\nint lf_vault_free(struct t *t) { t->free(t); return ops.printf("exit(1)"); }\n',
-    "tools/loongforge/main.c": SPDX_C
-    + '#include "cli.h"\n#include <loongforge/vault.h>\nint main(void) { return 0; }\n',
+    "tools/loongforge/main.c": SPDX_C + '#include "cli.h"\n#include <loongforge/vault.h>\nint main(void) { return 0; }\n',
     "tools/loongforge/cli.h": SPDX_C,
     "python/loongforge/__init__.py": SPDX_PY,
 }
@@ -117,9 +116,7 @@ def test_exports_check_names_foreign_missing_and_undeclared_symbols(tmp_path):
     cc = shutil.which("cc")
     if not cc or not shutil.which("nm"):
         pytest.skip("no C compiler here")
-    write_tree(
-        tmp_path, {"inc/a.h": "LF_API int lf_a(void);\n/* LF_API int lf_comment(void); */\nLF_API int lf_b(void);\n"}
-    )
+    write_tree(tmp_path, {"inc/a.h": "LF_API int lf_a(void);\n/* LF_API int lf_comment(void); */\nLF_API int lf_b(void);\n"})
     script = [sys.executable, str(ROOT / "tests/abi/check_exports.py"), "--include", str(tmp_path / "inc")]
 
     def check(code):

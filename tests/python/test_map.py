@@ -11,14 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import loongforge
-from loongforge import AdamW, ParameterMap, _C
+from loongforge import _C, AdamW, ParameterMap
 from loongforge.mapping import EXP_AVG, current, locate, map_of
 
 
 class Expert(nn.Module):
     def __init__(self, d, h):
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(d, h, bias=False), nn.Linear(d, h, bias=False), nn.Linear(h, d, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(d, h, bias=False),
+            nn.Linear(d, h, bias=False),
+            nn.Linear(h, d, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -120,9 +124,16 @@ def train(model, optimizer, ids, steps=4, zero=None):
     return losses
 
 
-@pytest.mark.parametrize("zero", [
-    lambda o, m: o.zero_grad(), lambda o, m: o.zero_grad(set_to_none=False), lambda o, m: m.zero_grad(), lambda o, m: m.zero_grad(set_to_none=False),
-], ids=["optimizer-none", "optimizer-zero", "module-none", "module-zero"])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda o, m: o.zero_grad(),
+        lambda o, m: o.zero_grad(set_to_none=False),
+        lambda o, m: m.zero_grad(),
+        lambda o, m: m.zero_grad(set_to_none=False),
+    ],
+    ids=["optimizer-none", "optimizer-zero", "module-none", "module-zero"],
+)
 def test_training_equals_torch_in_each_zero_grad_form(ids, zero):
     stock, ours, held = pair()
     a = train(stock, torch.optim.AdamW(stock.parameters(), lr=1e-2), ids, zero=zero)
@@ -203,7 +214,10 @@ def test_state_dict_round_trip(ids):
     assert str(other.load_state_dict(saved)) == "<All keys matched successfully>"
     other_optimizer.load_state_dict(saved_optimizer)
     other_map.check()
-    assert other_optimizer.state[other_map.blocks[0].param]["exp_avg"].data_ptr() == other_map.tensor(other_map.blocks[0], EXP_AVG).data_ptr()
+    assert (
+        other_optimizer.state[other_map.blocks[0].param]["exp_avg"].data_ptr()
+        == other_map.tensor(other_map.blocks[0], EXP_AVG).data_ptr()
+    )
     assert train(other, other_optimizer, ids) == after
     torch_optimizer = torch.optim.AdamW(net().parameters())
     torch_optimizer.load_state_dict(saved_optimizer)  # names and shapes are torch's
@@ -358,7 +372,10 @@ def test_clipping_equals_torch(ids):
     stock, ours, held = pair()
     a, b = torch.optim.AdamW(stock.parameters(), lr=1e-2), AdamW(held, lr=1e-2)
     for _ in range(3):
-        for model, optimizer, in ((stock, a), (ours, b)):
+        for (
+            model,
+            optimizer,
+        ) in ((stock, a), (ours, b)):
             optimizer.zero_grad()
             model(ids).backward()
         norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.1)
@@ -376,7 +393,10 @@ def test_param_groups_are_live(ids):
         decay = [p for p in model.parameters() if p.dim() > 1]
         return [{"params": decay}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
 
-    a, b = torch.optim.AdamW(groups(stock), lr=1e-2, weight_decay=0.3), AdamW(groups(ours), lr=1e-2, weight_decay=0.3, map=held)
+    a, b = (
+        torch.optim.AdamW(groups(stock), lr=1e-2, weight_decay=0.3),
+        AdamW(groups(ours), lr=1e-2, weight_decay=0.3, map=held),
+    )
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: 0.5**s) for o in (a, b)]
     for _ in range(3):
         for model, optimizer, schedule in zip((stock, ours), (a, b), schedules):
@@ -450,7 +470,9 @@ def test_undo_gives_an_ordinary_model(ids):
     held.release()
     assert map_of(ours) is None
     assert not inside & {p.data_ptr() for p in ours.parameters()}
-    assert train(stock, torch.optim.AdamW(stock.parameters(), lr=1e-2), ids) == train(ours, torch.optim.AdamW(ours.parameters(), lr=1e-2), ids)
+    assert train(stock, torch.optim.AdamW(stock.parameters(), lr=1e-2), ids) == train(
+        ours, torch.optim.AdamW(ours.parameters(), lr=1e-2), ids
+    )
 
 
 def test_bad_models_are_refused():

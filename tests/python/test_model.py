@@ -342,10 +342,7 @@ def test_expert_mixture_against_a_loop():
     w = torch.rand(19, 2, requires_grad=True)
     y, counts = expert_mixture(x, ids, w, experts)
     expected = torch.stack(
-        [
-            sum((w[n, j] * experts[e](x[n]) for j, e in enumerate(ids[n].tolist()) if e < 4), torch.zeros(8))
-            for n in range(19)
-        ]
+        [sum((w[n, j] * experts[e](x[n]) for j, e in enumerate(ids[n].tolist()) if e < 4), torch.zeros(8)) for n in range(19)]
     )
     assert torch.allclose(y, expected, atol=1e-6)
     assert counts.tolist() == [(ids == e).sum().item() for e in range(4)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import loongforge
-from loongforge import NexusSync, _C, nccl_allreduce, topk_allreduce
+from loongforge import _C, NexusSync, nccl_allreduce, topk_allreduce
 from loongforge.mapping import ParameterMap
 
 MULTI = pathlib.Path(__file__).parent / "multi"

@@ -4,12 +4,20 @@
 #include "lf_test.h"
 #include "loongforge/map.h"
 
-static int32_t add(lf_map *map, const char *name, int32_t dtype, int32_t layer, int32_t expert, int64_t rows, int64_t cols, int32_t tied, uint32_t flags)
+static int32_t add(lf_map *map, const char *name, int32_t dtype, int32_t layer, int32_t expert, int64_t rows, int64_t cols,
+                   int32_t tied, uint32_t flags)
 {
     int64_t shape[2] = {rows, cols};
     int32_t index = -1;
-    lf_param p = {.size = sizeof p, .name = name, .shape = shape, .ndim = cols ? 2 : 1, .dtype = dtype, .layer = layer,
-                  .expert = expert, .tied_to = tied, .flags = flags};
+    lf_param p = {.size = sizeof p,
+                  .name = name,
+                  .shape = shape,
+                  .ndim = cols ? 2 : 1,
+                  .dtype = dtype,
+                  .layer = layer,
+                  .expert = expert,
+                  .tied_to = tied,
+                  .flags = flags};
     CHECK_OK(lf_map_add(map, &p, &index));
     return index;
 }
@@ -57,10 +65,20 @@ TEST(layers_run_backwards_experts_large_to_small)
 {
     lf_map *map = model(LF_DTYPE_F32, 2);
     CHECK_OK(lf_map_plan(map));
-    static const char *const order[] = {"final_norm", "layer1.norm", "layer1.qkv", "layer1.expert0.gate", "layer1.expert0.up", "layer1.expert3.gate",
-                                        "layer1.expert2.gate", "layer1.expert1.gate", "layer0.norm", "layer0.expert1.up", "embed"};
+    static const char *const order[] = {"final_norm",
+                                        "layer1.norm",
+                                        "layer1.qkv",
+                                        "layer1.expert0.gate",
+                                        "layer1.expert0.up",
+                                        "layer1.expert3.gate",
+                                        "layer1.expert2.gate",
+                                        "layer1.expert1.gate",
+                                        "layer0.norm",
+                                        "layer0.expert1.up",
+                                        "embed"};
     for (size_t i = 1; i < LF_COUNT(order); i++)
-        if (block(map, order[i - 1]).range.offset >= block(map, order[i]).range.offset) FAIL_("%s is not before %s", order[i - 1], order[i]);
+        if (block(map, order[i - 1]).range.offset >= block(map, order[i]).range.offset)
+            FAIL_("%s is not before %s", order[i - 1], order[i]);
     CHECK_STR(block(map, "layer1.expert2.up").pool, "static/layer01/expert02");
     CHECK_STR(block(map, "layer0.qkv").pool, "static/layer00/dense");
     CHECK_STR(block(map, "embed").pool, "static/embed/dense");
@@ -118,8 +136,8 @@ TEST(roles_follow_dtype_and_trainability)
         for (int32_t c = 0; c < 3; c++) {
             lf_class_info k = {.size = sizeof k};
             CHECK_OK(lf_map_get_class(map, c, &k));
-            int32_t want = role == LF_ROLE_WEIGHT ? k.dtype
-                           : k.frozen             ? 0
+            int32_t want = role == LF_ROLE_WEIGHT   ? k.dtype
+                           : k.frozen               ? 0
                            : role == LF_ROLE_MASTER ? (k.dtype == LF_DTYPE_BF16 ? LF_DTYPE_F32 : 0)
                                                     : LF_DTYPE_F32;
             CHECK_EQ(k.role_dtype[role], want);
@@ -312,7 +330,8 @@ TEST(bad_parameters_are_refused_by_name)
     CHECK_OK(lf_map_open(&map, NULL));
     int32_t first = add(map, "a", LF_DTYPE_F32, 0, -1, 4, 4, -1, 0);
     int64_t shape[2] = {4, 0};
-    lf_param p = {.size = sizeof p, .name = "b", .shape = shape, .ndim = 2, .dtype = LF_DTYPE_F32, .layer = 0, .expert = -1, .tied_to = -1};
+    lf_param p = {
+        .size = sizeof p, .name = "b", .shape = shape, .ndim = 2, .dtype = LF_DTYPE_F32, .layer = 0, .expert = -1, .tied_to = -1};
     CHECK_STATUS(lf_map_add(map, &p, NULL), LF_ERR_INVALID);
     CHECK_HAS(lf_error_text(), "extent 0");
     shape[1] = INT64_MAX / 2;
@@ -376,7 +395,8 @@ TEST(random_models_keep_the_rules)
             snprintf(name, sizeof name, "p%d", i);
             int64_t rows = 1 + lf__rng_below(&r, 200);
             elements += rows * 3;
-            add(map, name, lf__rng_below(&r, 2) ? LF_DTYPE_F32 : LF_DTYPE_BF16, lf__rng_below(&r, 5) - 1, lf__rng_below(&r, 4) - 1, rows, 3, -1, 0);
+            add(map, name, lf__rng_below(&r, 2) ? LF_DTYPE_F32 : LF_DTYPE_BF16, lf__rng_below(&r, 5) - 1,
+                lf__rng_below(&r, 4) - 1, rows, 3, -1, 0);
         }
         CHECK_OK(lf_map_plan(map));
         for (int32_t g = 0; g < 3; g++) {

@@ -7,7 +7,7 @@
 
 #include "cmd.h"
 
-static const char usage[] = "pack (--scenes N | --from DIR [--list FILE] [--tokenizer PATH]) OUT";
+static const char usage[] = "pack (--scenes N | --from DIR [DIR …] [--list FILE] [--tokenizer PATH]) OUT";
 static const char help[] =
     "--scenes draws N scenes of coloured shapes with questions and answers; same seed and number, same bytes.\n"
     "--from packs the images and texts that DIR/instruct.jsonl or DIR/captions.jsonl lists. A broken record is told and\n"
@@ -41,14 +41,15 @@ static void print_summary(const char *out, const lf_pack_summary *s, double seco
            cmd_bytes(bytes, sizeof bytes, s->bytes), (long long)s->skipped, cmd_seconds(time, sizeof time, seconds));
 }
 
-static int run_pack(const char *out, const char *from, const char *list, const lf_pack_options *o)
+/* from: folders, n of them; none: scenes. */
+static int run_pack(const char *out, const char *const *from, int n, const char *list, const lf_pack_options *o)
 {
     lf_pack_summary sum = {.size = sizeof sum};
     cmd_progress bar;
     double started = cmd_now();
-    cmd_progress_begin(&bar, from ? "packing" : "drawing", from ? "records" : "scenes");
-    lf_status rc = from ? lf_pack_folder(out, from, list, NULL, 0, o, cmd_progress_update, &bar, &sum)
-                        : lf_pack_scenes(out, o, cmd_progress_update, &bar, &sum);
+    cmd_progress_begin(&bar, n ? "packing" : "drawing", n ? "records" : "scenes");
+    lf_status rc = n ? lf_pack_folders(out, from, n, list, NULL, 0, o, cmd_progress_update, &bar, &sum)
+                     : lf_pack_scenes(out, o, cmd_progress_update, &bar, &sum);
     cmd_progress_end(&bar);
     if (rc < 0) return cmd_fail_lf(NULL);
     print_summary(out, &sum, cmd_now() - started);
@@ -73,10 +74,14 @@ int lf_cmd_pack(int argc, char **argv)
                      .extras = extras,
                      .n_extras = 3,
                      .min_words = 1,
-                     .max_words = 1};
+                     .max_words = CMD_MAX_WORDS};
     int code = cmd_parse(&spec, argc, argv);
     if (code != CMD_GO) return code;
     if ((o.scenes > 0) == (from != NULL)) return cmd_fail_usage("expected one of --scenes N and --from DIR");
     if (!from && (list || tokenizer)) return cmd_fail_usage("--%s goes with --from DIR", list ? "list" : "tokenizer");
-    return tokenizer ? run_python(argc, argv) : run_pack(spec.words[0], from, list, &o);
+    if (!from && spec.n_words > 1) return cmd_fail_usage("expected one OUT, got %d words", spec.n_words);
+    if (tokenizer) return spec.n_words == 1 ? run_python(argc, argv) : cmd_fail_usage("--tokenizer takes one folder at a time");
+    const char *folders[CMD_MAX_WORDS + 1] = {from}; /* the words but the last are more folders */
+    for (int i = 0; i + 1 < spec.n_words; i++) folders[i + 1] = spec.words[i];
+    return run_pack(spec.words[spec.n_words - 1], folders, from ? spec.n_words : 0, list, &o);
 }

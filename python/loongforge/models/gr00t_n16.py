@@ -100,9 +100,7 @@ class Gr00tN16(nn.Module):
         """The optimizer step that the next forward belongs to (all micro-steps of a step share it)."""
         self.step = step
 
-    def forward(
-        self, images, tokens, labels=None, attention_mask=None, *, sample_ids=None, step=None, return_logits=False
-    ):
+    def forward(self, images, tokens, labels=None, attention_mask=None, *, sample_ids=None, step=None, return_logits=False):
         """images: (b, 3, s, s); tokens: (b, t) int64; labels: (b, t), -100 untrained, default tokens;
         attention_mask: (b, t), nonzero on real tokens (text is right-padded); sample_ids: (b,) int64 global indices of
         the samples within the step, default 0..b-1 -> Gr00tN16Output
@@ -120,9 +118,7 @@ class Gr00tN16(nn.Module):
         t_image = patches.shape[1]
         t = t_image + t_text
         if t > c.max_seq_len:
-            raise ValueError(
-                f"sequence of {t_image} patches + {t_text} tokens, expected at most max_seq_len={c.max_seq_len}"
-            )
+            raise ValueError(f"sequence of {t_image} patches + {t_text} tokens, expected at most max_seq_len={c.max_seq_len}")
         x = torch.cat([patches, self.embed(tokens).to(patches.dtype)], dim=1)
         position = torch.arange(t, device=tokens.device)
         if c.position in ("learned", "both"):

@@ -33,7 +33,10 @@ def main(argv=None) -> int:
         print(f"loongforge: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("loongforge: stopped; hint: the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        print(
+            "loongforge: stopped; hint: the same command with --resume goes on from the last checkpoint",
+            file=sys.stderr,
+        )
         return 130
 
 

@@ -9,9 +9,16 @@ from .. import _C
 
 # Sections a run takes and the keys it sets itself.
 SECTIONS = {
-    "train": (), "map": ("optimizer_state",), "vault": (), "nexus": ("reduce",), "sculptor": (),
+    "train": (),
+    "map": ("optimizer_state",),
+    "vault": (),
+    "nexus": ("reduce",),
+    "sculptor": (),
     "loader": ("batch_size", "image_size", "seq_len", "seed", "rank", "world", "blank_images"),
 }
+
+# Where a run wants another default than the library alone.
+RUN_DEFAULTS = {"vault": {"keep_last": 3}}
 
 
 class ConfigError(Exception):
@@ -33,7 +40,8 @@ def help_text() -> str:
                 continue
             prefix = "" if section == "train" else f"{section}."
             choices = f" ({row['choices']})" if row["choices"] else ""
-            lines.append(f"  --{prefix}{row['name']:<18} {row['help']}{choices} [{row['default']}]")
+            default = RUN_DEFAULTS.get(section, {}).get(row["name"], row["default"])
+            lines.append(f"  --{prefix}{row['name']:<18} {row['help']}{choices} [{default}]")
         lines.append("")
     return "\n".join(lines)
 
@@ -95,7 +103,7 @@ def _parse(argv: list) -> tuple:
 def read_arguments(argv: list) -> dict:
     """-> {section: {key: value}} with every option of SECTIONS, typed. Raises ConfigError, Help."""
     given, path = _parse(argv)
-    merged: dict = {}
+    merged: dict = {section: dict(values) for section, values in RUN_DEFAULTS.items()}
     if path is not None:
         for section, table in _read_toml(path).items():
             if not isinstance(table, dict):

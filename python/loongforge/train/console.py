@@ -22,7 +22,13 @@ class Console:
             from rich.console import Console as Rich
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Rich(stderr=True))
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=Rich(stderr=True),
+            )
             self.task = self.bar.add_task("training", total=total, completed=start)
             self.bar.start()
 

@@ -50,7 +50,7 @@ def word_places(text: dict, tokens: list, marks: tuple) -> list:
 def attribute_accuracy(model, dataset, options: dict, *, limit: int = 512) -> dict:
     """Share of colour and shape words whose every token is the most probable one after the true text before it.
 
-    -> {"accuracy", "chance", "words", "by_kind": {kind: (accuracy, chance, words)}}; chance: always the commonest word of its kind.
+    -> {"accuracy", "chance", "words", "by_kind": {kind: (accuracy, chance, words)}}; chance: always the commonest of its kind.
     """
     info, right, seen = dataset.info, Counter(), {}
     marks = (info["human_id"], info["gpt_id"], info["eos_id"])
@@ -78,4 +78,9 @@ def _tally(seen: dict, right: Counter) -> dict:
     if not words:
         return {"accuracy": None, "chance": None, "words": 0, "by_kind": by_kind}
     commonest = sum(seen[k].most_common(1)[0][1] for k in told)
-    return {"accuracy": sum(right[k] for k in told) / words, "chance": commonest / words, "words": words, "by_kind": by_kind}
+    return {
+        "accuracy": sum(right[k] for k in told) / words,
+        "chance": commonest / words,
+        "words": words,
+        "by_kind": by_kind,
+    }

@@ -101,15 +101,19 @@ class Run:
         self.val_dataset = LMDataset(o["val_data"]) if o["val_data"] else None
         for name, dataset in (("data", self.dataset), ("val_data", self.val_dataset)):
             if dataset and dataset.info["vocab_size"] > self.model_config.vocab_size:
-                raise RunError(f"{name} has token ids up to {dataset.info['vocab_size'] - 1}, preset {o['preset']} takes "
-                               f"{self.model_config.vocab_size}; hint: pack it by bytes, or use a larger preset")
+                raise RunError(
+                    f"{name} has token ids up to {dataset.info['vocab_size'] - 1}, preset {o['preset']} takes "
+                    f"{self.model_config.vocab_size}; hint: pack it by bytes, or use a larger preset"
+                )
         c = self.model_config
         shared = dict(self.config["loader"], image_size=c.image_size, seq_len=c.max_seq_len - c.n_patches, seed=o["seed"])
         self.eval_options = dict(shared, batch_size=self.batch)
         depth = shared.pop("depth")
         for key in ("batch_size", "rank", "world", "blank_images"):
             shared.pop(key)
-        self.loader = DataFusionLoader(self.dataset, self.batch, prefetch_pipeline_depth=depth, rank=r.rank, world=r.world, **shared)
+        self.loader = DataFusionLoader(
+            self.dataset, self.batch, prefetch_pipeline_depth=depth, rank=r.rank, world=r.world, **shared
+        )
 
     def _model(self) -> None:
         o = self.o
@@ -120,8 +124,14 @@ class Run:
         self.map = accelerate(self.model, options=self.config["map"])
         decay = [b.param for b in self.map.blocks if b.param.dim() > 1]
         plain = [b.param for b in self.map.blocks if b.param.dim() <= 1]
-        self.optimizer = AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=o["lr"], betas=(o["beta1"], o["beta2"]),
-                               eps=o["eps"], weight_decay=o["weight_decay"], map=self.map)
+        self.optimizer = AdamW(
+            [{"params": decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=o["lr"],
+            betas=(o["beta1"], o["beta2"]),
+            eps=o["eps"],
+            weight_decay=o["weight_decay"],
+            map=self.map,
+        )
         nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
         self.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
         self.model.reduce_stats = self.sync.reduce_stats
@@ -137,9 +147,13 @@ class Run:
             os.makedirs(self.dir, exist_ok=True)
             saved = os.path.join(self.dir, "checkpoints")
             if not self.o["resume"] and os.path.isdir(saved) and _C.vault_list(saved):
-                raise RunError(f"run '{self.o['name']}' has checkpoints in {saved}; hint: --resume goes on with it, --name starts another")
+                raise RunError(
+                    f"run '{self.o['name']}' has checkpoints in {saved}; hint: --resume goes on with it, --name starts another"
+                )
             options = dict(self.config["vault"])
-            self.vault = CheckpointVault(saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options)
+            self.vault = CheckpointVault(
+                saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options
+            )
             if self.o["resume"] and _C.vault_list(saved):
                 info = self.vault.restore()
                 state = dict(self.vault.blob("run") or {}, step=info["step"])
@@ -175,7 +189,6 @@ class Run:
                     last_row = self._one_step()
                 self._after_step(last_row)
                 if self.ranks.agree(self.stop_signal != 0):
-                    self._save(force=True)
                     break
         if self.step > began:
             self._save(force=True)
@@ -188,8 +201,10 @@ class Run:
     def _announce(self) -> None:
         n = sum(p.numel() for p in self.model.parameters())
         resumed = f", resumed from step {self.resumed_from}" if self.resumed_from else ""
-        self.console.line(f"{self.o['preset']}: {n / 1e6:.1f} M parameters, {len(self.dataset)} samples, {self.ranks.world} rank(s), "
-                          f"{torch.get_num_threads()} threads{resumed}")
+        self.console.line(
+            f"{self.o['preset']}: {n / 1e6:.1f} M parameters, {len(self.dataset)} samples, {self.ranks.world} rank(s), "
+            f"{torch.get_num_threads()} threads{resumed}"
+        )
         self.console.line(self.map.describe())
         for sentence in self.sync.ignored_environment:
             self.console.line("warning: " + sentence)
@@ -214,13 +229,19 @@ class Run:
                     out = self._forward_backward(batch, ids)
             else:
                 out = self._forward_backward(batch, ids)
-            loss_sum, tokens, balance = loss_sum + out.loss_sum.item(), tokens + int(out.n_tokens), out.balance_loss.item()
+            loss_sum, tokens, balance = (
+                loss_sum + out.loss_sum.item(),
+                tokens + int(out.n_tokens),
+                out.balance_loss.item(),
+            )
         _C.clock_part_begin(clock, "optimizer")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norm = self.optimizer.clip_grad_norm_(o["clip"]) if o["clip"] > 0 else self.optimizer.grad_norm()
         if not math.isfinite(norm):
-            raise RunError(f"the gradient norm of step {step} is {norm}, expected a finite number; hint: a smaller lr, or look at the data of this step")
+            raise RunError(
+                f"the gradient norm of step {step} is {norm}, expected a finite one; hint: a smaller lr, or look at its data"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         _C.clock_part_end(clock, "optimizer")
@@ -232,7 +253,16 @@ class Run:
             _C.clock_part_end(clock, "io")
         self._hidden_time()
         last = _C.clock_step_end(clock, int(totals[1]))
-        return dict(last, step=step, loss=totals[0] / max(totals[1], 1), balance_loss=balance, lr=lr, grad_norm=norm, tokens=int(totals[1]), unix=time.time())
+        return dict(
+            last,
+            step=step,
+            loss=totals[0] / max(totals[1], 1),
+            balance_loss=balance,
+            lr=lr,
+            grad_norm=norm,
+            tokens=int(totals[1]),
+            unix=time.time(),
+        )
 
     def _forward_backward(self, batch, sample_ids):
         out = self.model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=sample_ids)
@@ -263,7 +293,9 @@ class Run:
 
     def _save(self, force: bool = False) -> None:
         """At a step edge. A forced save waits until the writer has room."""
-        if not self.vault or (force and any(c["step"] == self.step for c in _C.vault_list(os.path.join(self.dir, "checkpoints")))):
+        if not self.vault or (
+            force and any(c["step"] == self.step for c in _C.vault_list(os.path.join(self.dir, "checkpoints")))
+        ):
             return
         state = {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}}
         if not self.vault.save(self.step, state) and force:
@@ -275,8 +307,15 @@ class Run:
     @torch.no_grad()
     def held_out(self, blank: bool) -> float:
         self.model.eval()
-        return held_out_loss(self.model, self.val_dataset, self.eval_options, blank=blank, reduce_stats=self.sync.reduce_stats,
-                             rank=self.ranks.rank, world=self.ranks.world)
+        return held_out_loss(
+            self.model,
+            self.val_dataset,
+            self.eval_options,
+            blank=blank,
+            reduce_stats=self.sync.reduce_stats,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+        )
 
     @torch.no_grad()
     def evaluate(self) -> dict:
@@ -286,19 +325,36 @@ class Run:
         result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
         if self.ranks.rank == 0 and self.val_dataset.info["tokenizer"] == "bytes":
             words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
-            result.update(attribute_accuracy=words["accuracy"], attribute_chance=words["chance"], attribute_words=words["words"],
-                          attribute_by_kind=words["by_kind"])
+            result.update(
+                attribute_accuracy=words["accuracy"],
+                attribute_chance=words["chance"],
+                attribute_words=words["words"],
+                attribute_by_kind=words["by_kind"],
+            )
         return result
 
     def summary(self, last_row: dict, evaluated: dict) -> dict:
         s = _C.clock_summary(self.clock)
         steps = max(s["steps"], 1)
         return {
-            "steps": self.step, "tokens": self.tokens, "wall_s": s["wall_s"], "tokens_per_s": s["tokens_per_s"],
-            "parts": {k: v / steps for k, v in s["exposed_s"].items()}, "busy": {k: v / steps for k, v in s["busy_s"].items()},
-            "overlap_efficiency": s["overlap_efficiency"], "bottleneck": s["bottleneck"], "step_p50_s": s["step_p50_s"], "step_p95_s": s["step_p95_s"],
-            "train_loss": last_row.get("loss"), **evaluated, "resumed_from": self.resumed_from, "world": self.ranks.world,
-            "memory": self.sculptor.summary, "loader": self.loader.stats(), "nexus": self.sync.stats(), "vault": self.vault.stats() if self.vault else None,
+            "steps": self.step,
+            "tokens": self.tokens,
+            "wall_s": s["wall_s"],
+            "tokens_per_s": s["tokens_per_s"],
+            "parts": {k: v / steps for k, v in s["exposed_s"].items()},
+            "busy": {k: v / steps for k, v in s["busy_s"].items()},
+            "overlap_efficiency": s["overlap_efficiency"],
+            "bottleneck": s["bottleneck"],
+            "step_p50_s": s["step_p50_s"],
+            "step_p95_s": s["step_p95_s"],
+            "train_loss": last_row.get("loss"),
+            **evaluated,
+            "resumed_from": self.resumed_from,
+            "world": self.ranks.world,
+            "memory": self.sculptor.summary,
+            "loader": self.loader.stats(),
+            "nexus": self.sync.stats(),
+            "vault": self.vault.stats() if self.vault else None,
         }
 
     def close(self) -> None:
@@ -329,16 +385,26 @@ class _Signals:
 
 
 def result_text(s: dict, where: str) -> str:
-    lines = [f"{s['steps']} steps, {s['tokens']:,} trained-on tokens, {s['wall_s']:.1f} s in steps, {s['tokens_per_s']:,.0f} token/s",
-             f"bottleneck {s['bottleneck']}, overlap efficiency {s['overlap_efficiency']:.2f}; exposed ms a step: "
-             + ", ".join(f"{k} {1e3 * v:.1f}" for k, v in s["parts"].items())]
+    lines = [
+        f"{s['steps']} steps, {s['tokens']:,} trained-on tokens, {s['wall_s']:.1f} s in steps, {s['tokens_per_s']:,.0f} token/s",
+        f"bottleneck {s['bottleneck']}, overlap efficiency {s['overlap_efficiency']:.2f}; exposed ms a step: "
+        + ", ".join(f"{k} {1e3 * v:.1f}" for k, v in s["parts"].items()),
+    ]
     if s["train_loss"] is not None:
         lines.append(f"training loss {s['train_loss']:.4f}")
     if s["val_loss"] is not None:
-        lines.append(f"held-out loss {s['val_loss']:.4f}, with blanked images {s['val_loss_blank_images']:.4f} (ratio {s['val_loss'] / s['val_loss_blank_images']:.2f})")
+        lines.append(
+            f"held-out loss {s['val_loss']:.4f}, with blanked images {s['val_loss_blank_images']:.4f} "
+            f"(ratio {s['val_loss'] / s['val_loss_blank_images']:.2f})"
+        )
     if s.get("attribute_accuracy") is not None:
-        kinds = ", ".join(f"{k} {100 * a:.0f} % (chance {100 * c:.0f} %)" for k, (a, c, _) in sorted(s["attribute_by_kind"].items()))
-        lines.append(f"colour and shape words right: {100 * s['attribute_accuracy']:.1f} % of {s['attribute_words']}, chance {100 * s['attribute_chance']:.1f} %; {kinds}")
+        kinds = ", ".join(
+            f"{k} {100 * a:.0f} % (chance {100 * c:.0f} %)" for k, (a, c, _) in sorted(s["attribute_by_kind"].items())
+        )
+        lines.append(
+            f"colour and shape words right: {100 * s['attribute_accuracy']:.1f} % of {s['attribute_words']}, "
+            f"chance {100 * s['attribute_chance']:.1f} %; {kinds}"
+        )
     return "\n".join([*lines, f"run folder {where}"])
 
 

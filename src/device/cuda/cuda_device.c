@@ -40,7 +40,8 @@ static lf_status cuda_open(int32_t index, void **out)
 {
     int n = 0;
     cudaError_t error = cudaGetDeviceCount(&n);
-    if (error != cudaSuccess) return lf__fail(LF_ERR_UNSUPPORTED, "no CUDA device: %s; hint: is the driver installed?", cudaGetErrorString(error));
+    if (error != cudaSuccess)
+        return lf__fail(LF_ERR_UNSUPPORTED, "no CUDA device: %s; hint: is the driver installed?", cudaGetErrorString(error));
     if (index >= n) return lf__fail(LF_ERR_INVALID, "device cuda:%d, expected cuda:0 to cuda:%d", index, n - 1);
     struct cudaDeviceProp p;
     LF_CUDA(cudaGetDeviceProperties(&p, index));
@@ -160,7 +161,8 @@ static lf_status cuda_stream_open(void *context, int32_t priority, void **out)
 {
     const cuda_context *c = context;
     if (priority > c->priority_low || priority < c->priority_high)
-        return lf__fail(LF_ERR_INVALID, "stream priority %d, expected %d (highest) to %d", priority, c->priority_high, c->priority_low);
+        return lf__fail(LF_ERR_INVALID, "stream priority %d, expected %d (highest) to %d", priority, c->priority_high,
+                        c->priority_low);
     guard g = enter(context);
     cudaStream_t native = NULL;
     cudaError_t error = cudaStreamCreateWithPriority(&native, cudaStreamNonBlocking, priority);
@@ -279,7 +281,9 @@ static lf_status cuda_event_record(void *context, void *event, void *stream)
     enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     cudaError_t error = stream ? cudaStreamIsCapturing(native_of(stream), &status) : cudaSuccess;
     if (error == cudaSuccess)
-        error = cudaEventRecordWithFlags(e->native, native_of(stream), status == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : cudaEventRecordDefault);
+        error =
+            cudaEventRecordWithFlags(e->native, native_of(stream),
+                                     status == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : cudaEventRecordDefault);
     if (error == cudaSuccess) e->recorded = true;
     return finish(error, "cudaEventRecord", stream, g);
 }
@@ -316,7 +320,8 @@ static lf_status cuda_event_elapsed(void *context, void *from_, void *to_, doubl
 {
     (void)context;
     const cuda_event *from = from_, *to = to_;
-    if (!from->recorded || !to->recorded) return lf__fail(LF_ERR_STATE, "elapsed: the %s event was never recorded", from->recorded ? "second" : "first");
+    if (!from->recorded || !to->recorded)
+        return lf__fail(LF_ERR_STATE, "elapsed: the %s event was never recorded", from->recorded ? "second" : "first");
     float ms = 0;
     cudaError_t error = cudaEventElapsedTime(&ms, from->native, to->native);
     if (error == cudaErrorNotReady) {

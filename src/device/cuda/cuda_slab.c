@@ -6,10 +6,10 @@
 #include "cuda_slab.h"
 
 /* The few driver calls in use: name, member. */
-#define DRIVER_CALLS(X)                                                                                        \
-    X(cuMemGetAllocationGranularity, granularity) X(cuMemAddressReserve, reserve) X(cuMemAddressFree, address_free) \
-    X(cuMemCreate, create) X(cuMemRelease, release) X(cuMemMap, map) X(cuMemUnmap, unmap)                      \
-    X(cuMemSetAccess, set_access) X(cuGetErrorString, error_string)
+#define DRIVER_CALLS(X)                                                                                               \
+    X(cuMemGetAllocationGranularity, granularity)                                                                     \
+    X(cuMemAddressReserve, reserve) X(cuMemAddressFree, address_free) X(cuMemCreate, create) X(cuMemRelease, release) \
+        X(cuMemMap, map) X(cuMemUnmap, unmap) X(cuMemSetAccess, set_access) X(cuGetErrorString, error_string)
 
 #define MEMBER(name, member) __typeof__(&name) member;
 static struct {
@@ -27,7 +27,7 @@ static lf_status find_driver(void)
     if (cudaGetDriverEntryPointByVersion(#name, (void **)&driver.member, 12000, cudaEnableDefault, &result) != cudaSuccess || \
         result != cudaDriverEntryPointSuccess) {                                                                              \
         cudaGetLastError();                                                                                                   \
-        return lf__fail(LF_ERR_UNSUPPORTED, "the CUDA driver has no " #name "; hint: driver 525 or newer");                  \
+        return lf__fail(LF_ERR_UNSUPPORTED, "the CUDA driver has no " #name "; hint: driver 525 or newer");                   \
     }
     DRIVER_CALLS(FIND)
 #undef FIND
@@ -39,7 +39,8 @@ static lf_status driver_fail(CUresult error, const char *what)
 {
     const char *text = NULL;
     driver.error_string(error, &text);
-    return lf__fail(error == CUDA_ERROR_OUT_OF_MEMORY ? LF_ERR_NOMEM : LF_ERR_DEVICE, "%s: %s", what, text ? text : "unknown driver error");
+    return lf__fail(error == CUDA_ERROR_OUT_OF_MEMORY ? LF_ERR_NOMEM : LF_ERR_DEVICE, "%s: %s", what,
+                    text ? text : "unknown driver error");
 }
 
 static CUmemAllocationProp properties(int32_t index, bool rdma)
@@ -92,12 +93,16 @@ lf_status lf__cuda_slab_commit(void *context, void *base, size_t from, size_t to
     error = driver.map(at, bytes, 0, handle, 0);
     driver.release(handle); /* the mapping keeps it */
     if (error != CUDA_SUCCESS) return driver_fail(error, "mapping device memory");
-    CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = c->index}, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = c->index},
+                              .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     error = driver.set_access(at, bytes, &access, 1);
-    if (error == CUDA_SUCCESS && cudaMemset((void *)(uintptr_t)at, 0, bytes) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess) return LF_OK;
+    if (error == CUDA_SUCCESS && cudaMemset((void *)(uintptr_t)at, 0, bytes) == cudaSuccess &&
+        cudaDeviceSynchronize() == cudaSuccess)
+        return LF_OK;
     driver.unmap(at, bytes); /* all or nothing */
     cudaGetLastError();
-    return error == CUDA_SUCCESS ? lf__fail(LF_ERR_DEVICE, "clearing %zu bytes of device memory", bytes) : driver_fail(error, "opening device memory");
+    return error == CUDA_SUCCESS ? lf__fail(LF_ERR_DEVICE, "clearing %zu bytes of device memory", bytes)
+                                 : driver_fail(error, "opening device memory");
 }
 
 void lf__cuda_slab_release(void *context, void *base, size_t reserved, size_t committed)

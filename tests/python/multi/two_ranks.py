@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_nexus.py, alone or under torchrun: 20 steps of a small GR00T; rank 0 writes first gradients and losses to argv[2]."""
+"""Run by test_nexus.py, alone or under torchrun: 20 steps of a small GR00T. Rank 0 writes gradients and losses to argv[2]."""
 
+import contextlib
 import os
 import sys
 
@@ -15,7 +16,9 @@ torch.set_num_threads(1)
 world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 if world > 1:
     dist.init_process_group("gloo")
-model = Gr00tN16(preset("tiny").with_(d_model=32, n_layers=2, n_heads=2, expert_sizes=tuple(range(16, 48, 2)), seed=rank))  # unequal starts
+model = Gr00tN16(
+    preset("tiny").with_(d_model=32, n_layers=2, n_heads=2, expert_sizes=tuple(range(16, 48, 2)), seed=rank)
+)  # unequal starts
 held = accelerate(model)
 sync = NexusSync(model, reduce="sum", chunk_bytes=64 << 10)
 sync.broadcast_state()
@@ -27,21 +30,22 @@ optimizer = AdamW(held, lr=1e-3)
 batch_size = 16 // world // micro
 loader = DataFusionLoader(LMDataset(lmdb), batch_size, image_size=64, seq_len=192, rank=rank, world=world)
 losses, gradients = [], None
+
+
+def forward_backward(first):
+    batch = loader.next()
+    ids = torch.arange(first, first + batch_size)
+    out = model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=ids)
+    (out.loss / micro).backward()
+    return torch.tensor([out.loss_sum.item(), float(out.n_tokens)], dtype=torch.float64)
+
+
 for step in range(20):
     model.set_step(step)
     total = torch.zeros(2, dtype=torch.float64)
     for m in range(micro):
-        batch = loader.next()
-        first = (m * world + rank) * batch_size
-        run = lambda: model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=torch.arange(first, first + batch_size))  # noqa: E731
-        if m + 1 < micro:
-            with sync.no_sync():
-                o = run()
-                (o.loss / micro).backward()
-        else:
-            o = run()
-            (o.loss / micro).backward()
-        total += torch.tensor([o.loss_sum.item(), float(o.n_tokens)])
+        with sync.no_sync() if m + 1 < micro else contextlib.nullcontext():
+            total += forward_backward((m * world + rank) * batch_size)
     total = sync.reduce_stats(total)
     losses.append((total[0] / total[1]).item())
     if step == 0:
