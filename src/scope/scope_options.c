@@ -11,7 +11,7 @@ static const lf_option rows[] = {
                 "size of the model: tiny trains on a CPU, small has about 100 M parameters, n16 about 1.6 B"),
     LF_ROW_TEXT(lf_train_options, data, "", NULL, "LMDB folder to train on (`loongforge pack` makes one); must be given"),
     LF_ROW_TEXT(lf_train_options, val_data, "", NULL,
-                "LMDB folder to evaluate on; empty: the last twentieth of the training set is held out"),
+                "LMDB folder to evaluate on; empty: no evaluation"),
     LF_ROW_TEXT(lf_train_options, name, "run", NULL, "name of the run; its files go to <runs_dir>/<name>"),
     LF_ROW_TEXT(lf_train_options, runs_dir, "runs", NULL, "folder that runs are kept in"),
     LF_ROW_TEXT(lf_train_options, device, "auto", NULL, "auto, cpu, cuda or cuda:N; auto takes a GPU when there is one"),

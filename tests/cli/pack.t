@@ -24,7 +24,7 @@ $ loongforge pack --scenes 3 --from x a
 loongforge: expected one of --scenes N and --from DIR; hint: --help lists the arguments
 ? 2
 $ loongforge pack --scenes 3
-loongforge: 0 arguments given, expected: loongforge pack (--scenes N | --from DIR [--list FILE] [--tokenizer PATH]) OUT; hint: --help lists the arguments
+loongforge: 0 arguments given, expected: loongforge pack (--scenes N | --from DIR [DIR …] [--list FILE] [--tokenizer PATH]) OUT; hint: --help lists the arguments
 ? 2
 $ loongforge pack --scenes 3 --tokenizer x c
 loongforge: --tokenizer goes with --from DIR; hint: --help lists the arguments

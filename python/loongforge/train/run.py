@@ -405,6 +405,9 @@ def result_text(s: dict, where: str) -> str:
             f"colour and shape words right: {100 * s['attribute_accuracy']:.1f} % of {s['attribute_words']}, "
             f"chance {100 * s['attribute_chance']:.1f} %; {kinds}"
         )
+    cut, bad = s["loader"]["cut_texts"], s["loader"]["bad_samples"]
+    if cut or bad:
+        lines.append(f"data: {cut} texts longer than the model takes were cut, {bad} samples could not be used")
     return "\n".join([*lines, f"run folder {where}"])
 
 
