@@ -60,6 +60,9 @@ LF_API lf_status lf_device_open(lf_device **out, const char *name);
 LF_API void lf_device_close(lf_device *device);
 LF_API lf_status lf_device_get_info(lf_device *device, lf_device_info *info);
 
+/** Which device this is, without asking it anything: kind 1 CPU, 2 CUDA (the DLPack device type), and its index. */
+LF_API void lf_device_where(const lf_device *device, int32_t *kind, int32_t *index);
+
 /** Plain device memory, 256-byte aligned.  @return LF_OK; LF_ERR_NOMEM (says bytes asked and free); LF_ERR_DEVICE.
  *  lf_device_free(NULL) is allowed; the caller has finished all work on the memory. */
 LF_API lf_status lf_device_alloc(lf_device *device, size_t bytes, void **out);

@@ -23,6 +23,10 @@ PyObject *lfpy_raise(lf_status status);
 /** Fill an options struct of `section` from defaults and a dict (or None) of str -> value. 0, or -1 with an exception. */
 int lfpy_options(const char *section, void *options, size_t size, PyObject *dict);
 
+/** The library's stream for a native handle, kept and reused; the caller does not close it. On the CPU NULL, the calling thread;
+ *  elsewhere 0 means the device's default stream, as PyTorch has it. 0, or -1 with an exception. Needs the GIL. */
+int lfpy_stream(lf_device *device, unsigned long long native, lf_stream **stream);
+
 /** Run one expression without the GIL. */
 #define LFPY_FREE_GIL(expr)          \
     do {                             \

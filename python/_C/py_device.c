@@ -57,6 +57,35 @@ static PyObject *stream_sync(PyObject *self, PyObject *handle)
     Py_RETURN_NONE;
 }
 
+/* Streams seen so far. A wrapped stream holds its device, so an address here is never another device's. */
+enum { STREAMS_MOST = 64 };
+static struct {
+    lf_device *device;
+    void *native;
+    lf_stream *stream;
+} seen[STREAMS_MOST];
+static int n_seen;
+
+int lfpy_stream(lf_device *device, unsigned long long native, lf_stream **stream)
+{
+    int32_t kind, index;
+    lf_device_where(device, &kind, &index);
+    *stream = NULL;
+    if (kind == 1 && native == 0) return 0;
+    for (int i = 0; i < n_seen; i++)
+        if (seen[i].device == device && seen[i].native == lfpy_ptr(native)) {
+            *stream = seen[i].stream;
+            return 0;
+        }
+    if (n_seen == STREAMS_MOST) return PyErr_Format(PyExc_RuntimeError, "more than %d streams in use", STREAMS_MOST), -1;
+    lf_status rc = lf_stream_wrap(device, lfpy_ptr(native), &seen[n_seen].stream);
+    if (rc < 0) return lfpy_raise(rc), -1;
+    seen[n_seen].device = device;
+    seen[n_seen].native = lfpy_ptr(native);
+    *stream = seen[n_seen++].stream;
+    return 0;
+}
+
 PyMethodDef lfpy_device_methods[] = {
     {"device_open", device_open, METH_VARARGS, "Open a device by name: cpu, cuda, cuda:N."},
     {"device_info", device_info, METH_O, "What the device is: name, memory, units."},

@@ -133,13 +133,6 @@ static lf_loader *loader_of(PyObject *handle)
     return pair ? pair->loader : NULL;
 }
 
-/* A raw stream as a handle of the library for one call; 0 is none. */
-static lf_status wrap_stream(loader_pair *pair, unsigned long long native, lf_stream **stream)
-{
-    *stream = NULL;
-    return native ? lf_stream_wrap(pair->device, lfpy_ptr(native), stream) : LF_OK;
-}
-
 static PyObject *address(const void *p) { return PyLong_FromVoidPtr((void *)(uintptr_t)p); }
 
 static PyObject *batch_dict(const lf_batch *b)
@@ -162,8 +155,9 @@ static PyObject *loader_next(PyObject *self, PyObject *args)
     if (!pair) return NULL;
     lf_batch batch = {.size = sizeof batch};
     lf_stream *stream;
-    lf_status rc = wrap_stream(pair, native, &stream);
-    if (rc == LF_OK) LFPY_FREE_GIL(rc = lf_loader_next(pair->loader, &batch, stream); lf_stream_close(stream));
+    lf_status rc;
+    if (lfpy_stream(pair->device, native, &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_loader_next(pair->loader, &batch, stream));
     return rc < 0 ? lfpy_raise(rc) : batch_dict(&batch);
 }
 
@@ -189,8 +183,9 @@ static PyObject *loader_release(PyObject *self, PyObject *args)
         return NULL;
     lf_batch batch = {.size = sizeof batch, .slot = (int32_t)slot, .epoch = epoch, .number = number};
     lf_stream *stream;
-    lf_status rc = wrap_stream(pair, native, &stream);
-    if (rc == LF_OK) LFPY_FREE_GIL(rc = lf_batch_release(pair->loader, &batch, stream); lf_stream_close(stream));
+    lf_status rc;
+    if (lfpy_stream(pair->device, native, &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_batch_release(pair->loader, &batch, stream));
     if (rc < 0) return lfpy_raise(rc);
     Py_RETURN_NONE;
 }

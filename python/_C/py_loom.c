@@ -80,17 +80,11 @@ static lf_routing next_routing(reader *r)
     return routing;
 }
 
-/* The stream of a native handle, NULL for 0. */
 static lf_stream *next_stream(reader *r, lf_device *device)
 {
     void *native = next_ptr(r);
     lf_stream *stream = NULL;
-    if (r->bad || !native) return NULL;
-    lf_status rc = lf_stream_wrap(device, native, &stream);
-    if (rc < 0) {
-        lfpy_raise(rc);
-        r->bad = 1;
-    }
+    if (!r->bad && lfpy_stream(device, (unsigned long long)(uintptr_t)native, &stream) < 0) r->bad = 1;
     return stream;
 }
 
@@ -120,10 +114,9 @@ static int begin_call(call *c, const char *name, PyObject *const *args, Py_ssize
     return c->r.bad ? -1 : 0;
 }
 
-/* Close what the call opened; `rc` counts only when no argument was bad. */
+/* `rc` counts only when no argument was bad. */
 static PyObject *end_call(call *c, lf_status rc)
 {
-    lf_stream_close(c->stream);
     if (c->r.bad) return NULL;
     if (rc < 0) return lfpy_raise(rc);
     Py_RETURN_NONE;

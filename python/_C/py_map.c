@@ -19,6 +19,24 @@ static PyObject *map_open(PyObject *self, PyObject *args)
     return rc < 0 ? lfpy_raise(rc) : lfpy_wrap(map, "lf_map", close_map, NULL);
 }
 
+/* A sequence of extents into shape; how many, or -1 with an exception. */
+static int32_t take_shape(PyObject *sequence, const char *name, int64_t shape[LF_MAX_DIMS])
+{
+    Py_ssize_t ndim = PySequence_Size(sequence);
+    if (ndim < 0) return -1;
+    if (ndim > LF_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd dimensions, expected at most %d", name, ndim, LF_MAX_DIMS);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < ndim; i++) {
+        PyObject *extent = PySequence_GetItem(sequence, i);
+        shape[i] = extent ? PyLong_AsLongLong(extent) : -1;
+        Py_XDECREF(extent);
+        if (PyErr_Occurred()) return -1;
+    }
+    return (int32_t)ndim;
+}
+
 /* map_add(map, name, shape, dtype, layer, expert, tied_to, flags) -> index */
 static PyObject *map_add(PyObject *self, PyObject *args)
 {
@@ -31,17 +49,8 @@ static PyObject *map_add(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OsOiiiiI", &handle, &p.name, &shape_object, &dtype, &layer, &expert, &tied, &flags)) return NULL;
     lf_map *map = lfpy_get(handle, "lf_map");
     if (!map) return NULL;
-    Py_ssize_t ndim = PySequence_Size(shape_object);
-    if (ndim < 0) return NULL;
-    if (ndim > LF_MAX_DIMS)
-        return PyErr_Format(PyExc_ValueError, "%s has %zd dimensions, expected at most %d", p.name, ndim, LF_MAX_DIMS);
-    for (Py_ssize_t i = 0; i < ndim; i++) {
-        PyObject *extent = PySequence_GetItem(shape_object, i);
-        shape[i] = extent ? PyLong_AsLongLong(extent) : -1;
-        Py_XDECREF(extent);
-        if (PyErr_Occurred()) return NULL;
-    }
-    p.ndim = (int32_t)ndim;
+    p.ndim = take_shape(shape_object, p.name, shape);
+    if (p.ndim < 0) return NULL;
     p.dtype = dtype;
     p.layer = layer;
     p.expert = expert;
@@ -258,7 +267,7 @@ static PyObject *map_digest(PyObject *self, PyObject *handle)
 
 typedef struct exported {
     dlpack_managed managed; /* first: the capsule points here */
-    lf_map *map;            /* a reference of the tensor's own */
+    lf_map *map;            /* a reference of the tensor's own; NULL: borrowed memory */
     int64_t shape[LF_MAX_DIMS];
 } exported;
 
@@ -287,11 +296,11 @@ static int set_dtype(dlpack_tensor *t, int32_t dtype)
     return 0;
 }
 
-static PyObject *export_memory(lf_map *map, void *data, const int64_t *shape, int32_t ndim, int32_t dtype)
+/* map: kept alive by the tensor; NULL: the memory is borrowed, and `device` says where it is. */
+static PyObject *export_memory(lf_map *map, lf_device *device, void *data, const int64_t *shape, int32_t ndim, int32_t dtype)
 {
-    lf_device_info info = {.size = sizeof info};
-    lf_status rc = lf_device_get_info(lf_map_device(map), &info);
-    if (rc < 0) return lfpy_raise(rc);
+    int32_t kind, index;
+    lf_device_where(device, &kind, &index);
     exported *e = calloc(1, sizeof *e);
     if (!e) return PyErr_NoMemory();
     if (set_dtype(&e->managed.tensor, dtype) < 0) {
@@ -299,10 +308,10 @@ static PyObject *export_memory(lf_map *map, void *data, const int64_t *shape, in
         return PyErr_Format(PyExc_ValueError, "dtype %d is unknown", (int)dtype);
     }
     for (int32_t i = 0; i < ndim; i++) e->shape[i] = shape[i];
-    e->map = lf_map_ref(map);
+    e->map = map ? lf_map_ref(map) : NULL;
     e->managed.tensor.data = data;
-    e->managed.tensor.device_type = info.kind;
-    e->managed.tensor.device_id = info.index;
+    e->managed.tensor.device_type = kind;
+    e->managed.tensor.device_id = index;
     e->managed.tensor.ndim = ndim;
     e->managed.tensor.shape = e->shape;
     e->managed.deleter = delete_exported;
@@ -327,7 +336,7 @@ static PyObject *map_tensor(PyObject *self, PyObject *args)
     if (rc < 0) return lfpy_raise(rc);
     void *data = lf_map_address(map, &b.range, role);
     if (!data) return PyErr_Format(PyExc_ValueError, "%s has no %s in the map", b.name, lf_role_name(role));
-    return export_memory(map, data, b.shape, b.ndim, k.role_dtype[role]);
+    return export_memory(map, lf_map_device(map), data, b.shape, b.ndim, k.role_dtype[role]);
 }
 
 /* map_flat(map, klass, offset, count, role) -> one-dimensional capsule over a range */
@@ -348,7 +357,21 @@ static PyObject *map_flat(PyObject *self, PyObject *args)
     if (!data)
         return PyErr_Format(PyExc_ValueError, "range (%d, %lld, %lld) has no %s in the map", klass, offset, count,
                             lf_role_name(role));
-    return export_memory(map, data, &range.count, 1, k.role_dtype[role]);
+    return export_memory(map, lf_map_device(map), data, &range.count, 1, k.role_dtype[role]);
+}
+
+/* device_tensor(device, address, shape, dtype) -> capsule over borrowed memory: the owner must outlive the tensor */
+static PyObject *device_tensor(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle, *shape_object;
+    unsigned long long address;
+    int64_t shape[LF_MAX_DIMS];
+    int dtype;
+    if (!PyArg_ParseTuple(args, "OKOi", &handle, &address, &shape_object, &dtype)) return NULL;
+    lf_device *device = lfpy_get(handle, "lf_device");
+    int32_t ndim = device ? take_shape(shape_object, "tensor", shape) : -1;
+    return ndim < 0 ? NULL : export_memory(NULL, device, lfpy_ptr(address), shape, ndim, dtype);
 }
 
 PyMethodDef lfpy_map_methods[] = {
@@ -367,5 +390,6 @@ PyMethodDef lfpy_map_methods[] = {
     {"map_digest", map_digest, METH_O, "128-bit digest of the layout."},
     {"map_tensor", map_tensor, METH_VARARGS, "A block's role as a DLPack capsule."},
     {"map_flat", map_flat, METH_VARARGS, "A range's role as a flat DLPack capsule."},
+    {"device_tensor", device_tensor, METH_VARARGS, "Borrowed memory of a device as a DLPack capsule."},
     {NULL, NULL, 0, NULL},
 };

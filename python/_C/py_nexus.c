@@ -185,16 +185,12 @@ static PyObject *nexus_begin(PyObject *self, PyObject *handle)
     return answer(rc);
 }
 
-/* The stream of a native handle, NULL for 0; -1 with an exception. */
-static int open_stream(const box *b, PyObject *object, lf_stream **stream)
+/* The stream of a native handle; -1 with an exception. */
+static int take_stream(const box *b, PyObject *object, lf_stream **stream)
 {
-    *stream = NULL;
     const unsigned long long native = PyLong_AsUnsignedLongLong(object);
     if (native == (unsigned long long)-1 && PyErr_Occurred()) return -1;
-    if (native == 0) return 0;
-    lf_status rc = lf_stream_wrap(b->device, lfpy_ptr(native), stream);
-    if (rc < 0) lfpy_raise(rc);
-    return rc < 0 ? -1 : 0;
+    return lfpy_stream(b->device, native, stream);
 }
 
 /* nexus_mark(nexus, index, stream) */
@@ -206,9 +202,8 @@ static PyObject *nexus_mark(PyObject *self, PyObject *const *args, Py_ssize_t na
     const long index = b ? PyLong_AsLong(args[1]) : -1;
     lf_stream *stream;
     lf_status rc;
-    if (!b || (index == -1 && PyErr_Occurred()) || open_stream(b, args[2], &stream) < 0) return NULL;
+    if (!b || (index == -1 && PyErr_Occurred()) || take_stream(b, args[2], &stream) < 0) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_mark(b->nexus, index < INT32_MIN || index > INT32_MAX ? -1 : (int32_t)index, stream));
-    lf_stream_close(stream);
     return answer(rc);
 }
 
@@ -220,9 +215,8 @@ static PyObject *nexus_finish(PyObject *self, PyObject *const *args, Py_ssize_t 
     box *b = lfpy_get(args[0], "lf_nexus");
     lf_stream *stream;
     lf_status rc;
-    if (!b || open_stream(b, args[1], &stream) < 0) return NULL;
+    if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_finish(b->nexus, stream));
-    lf_stream_close(stream);
     return answer(rc);
 }
 

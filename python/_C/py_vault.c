@@ -94,11 +94,12 @@ static PyObject *vault_save(PyObject *self, PyObject *args)
     if (!blobs) return NULL;
     lf_stream *stream = NULL;
     lf_device *device = lf_map_device(pair->map);
-    lf_status rc = native && device ? lf_stream_wrap(device, lfpy_ptr(native), &stream) : LF_OK;
-    if (rc == LF_OK) LFPY_FREE_GIL(rc = lf_vault_save(pair->vault, step, blobs, n, stream));
-    lf_stream_close(stream);
+    lf_status rc = LF_OK;
+    int bad = device ? lfpy_stream(device, native, &stream) : 0;
+    if (!bad) LFPY_FREE_GIL(rc = lf_vault_save(pair->vault, step, blobs, n, stream));
     free_blobs(blobs, n);
     Py_DECREF(keep);
+    if (bad) return NULL;
     return rc < 0 ? lfpy_raise(rc) : PyUnicode_FromString(rc == LF_AGAIN ? "busy" : "saved");
 }
 

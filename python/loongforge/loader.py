@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import math
 import os
 import warnings
 
 import torch
 
 from . import _C
+from .streams import borrow, device_of, stream_of
 
 
 class LMDataset:
@@ -83,7 +82,7 @@ class DataFusionLoader:
             warnings.warn("pin_memory=True does nothing: batches are made where they are used", stacklevel=2)
         self.dataset = dataset if isinstance(dataset, LMDataset) else LMDataset(dataset)
         self.device = torch.device(device)
-        self._device = _C.device_open(str(self.device))
+        self._device = device_of(self.device)
         self.options = dict(options, batch_size=batch_size, depth=prefetch_pipeline_depth)
         self._held: dict | None = None
         self._started = False
@@ -99,13 +98,13 @@ class DataFusionLoader:
         """The next batch, over the ends of epochs; the one before is given back."""
         self._release()
         self._started = True
-        raw = _C.loader_next(self.handle, 0)
+        raw = _C.loader_next(self.handle, stream_of(self.device))
         self._held = raw
         return Batch(raw, self._views(raw))
 
     def _views(self, raw: dict) -> dict:
         b, t, s = raw["n"], raw["seq"], raw["image_size"]
-        view = lambda name, shape, dtype: _view(raw[name], shape, dtype)  # noqa: E731
+        view = lambda name, shape, dtype: borrow(self._device, raw[name], shape, dtype)  # noqa: E731
         return {
             "images": view("images", (b, 3, s, s), torch.float32),
             "tokens": view("tokens", (b, t), torch.int64),
@@ -118,7 +117,7 @@ class DataFusionLoader:
     def _release(self) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            _C.loader_release(self.handle, held, 0)
+            _C.loader_release(self.handle, held, stream_of(self.device))
 
     def __iter__(self):
         while True:
@@ -158,10 +157,3 @@ class DataFusionLoader:
 
     def __exit__(self, *exc):
         self.close()
-
-
-def _view(address: int, shape, dtype) -> torch.Tensor:
-    """Host memory as a tensor, borrowed: the slot is the loader's."""
-    count = math.prod(shape)
-    size = count * torch.empty(0, dtype=dtype).element_size()
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype, count=count).view(shape)

@@ -12,18 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import _C
-from .mapping import DTYPES
 from .models.moe import MixtureOfExperts, Routed
+from .streams import DTYPES, device_of, stream_of
 
-_devices: dict = {}
 
-
-def device_of(tensor: torch.Tensor):
-    """The library's handle of a tensor's device, opened once."""
-    name = str(tensor.device)
-    if name not in _devices:
-        _devices[name] = _C.device_open(name)
-    return _devices[name]
+def at(tensor: torch.Tensor) -> tuple:
+    """Device and stream on which a kernel for this tensor runs: the first two arguments of each call."""
+    return device_of(tensor), stream_of(tensor)
 
 
 class Routing:
@@ -45,11 +40,10 @@ class Route(torch.autograd.Function):
     """logits: (n, e) f32 -> gate weights (n, k) f32; fills `routing`. Backward: softmax over the chosen, through all logits."""
 
     @staticmethod
-    def forward(ctx, logits, noise, valid, temperature, routing, device):
+    def forward(ctx, logits, noise, valid, temperature, routing):
         logits = logits.contiguous()
         _C.loom_route(
-            device,
-            0,
+            *at(logits),
             logits.data_ptr(),
             noise.data_ptr() if noise is not None else 0,
             valid.data_ptr() if valid is not None else 0,
@@ -59,26 +53,26 @@ class Route(torch.autograd.Function):
             temperature,
             routing.addresses,
         )
-        ctx.routing, ctx.temperature, ctx.device = routing, temperature, device
+        ctx.routing, ctx.temperature = routing, temperature
         return routing.weight
 
     @staticmethod
     def backward(ctx, dweight):
         r, dweight = ctx.routing, dweight.contiguous()
         dlogits = torch.empty(r.n, r.e, dtype=torch.float32, device=dweight.device)
-        _C.loom_route_backward(ctx.device, 0, r.addresses, dweight.data_ptr(), r.n, r.e, r.k, ctx.temperature, dlogits.data_ptr())
-        return dlogits, None, None, None, None, None
+        _C.loom_route_backward(*at(dweight), r.addresses, dweight.data_ptr(), r.n, r.e, r.k, ctx.temperature, dlogits.data_ptr())
+        return dlogits, None, None, None, None
 
 
 class Permute(torch.autograd.Function):
     """x: (n, d) -> rows sorted by expert (n k, d); rows of no expert are zero."""
 
     @staticmethod
-    def forward(ctx, x, routing, device):
+    def forward(ctx, x, routing):
         x, r = x.contiguous(), routing
         rows = x.new_empty(r.n * r.k, x.shape[1])
-        _C.loom_permute(device, 0, r.addresses, x.data_ptr(), r.n, r.e, r.k, x.shape[1], DTYPES[x.dtype], rows.data_ptr())
-        ctx.routing, ctx.device = r, device
+        _C.loom_permute(*at(x), r.addresses, x.data_ptr(), r.n, r.e, r.k, x.shape[1], DTYPES[x.dtype], rows.data_ptr())
+        ctx.routing = r
         return rows
 
     @staticmethod
@@ -86,8 +80,7 @@ class Permute(torch.autograd.Function):
         r, drows = ctx.routing, drows.contiguous()
         dx = drows.new_empty(r.n, drows.shape[1])
         _C.loom_permute_backward(
-            ctx.device,
-            0,
+            *at(drows),
             r.addresses,
             drows.data_ptr(),
             r.n,
@@ -97,19 +90,19 @@ class Permute(torch.autograd.Function):
             DTYPES[drows.dtype],
             dx.data_ptr(),
         )
-        return dx, None, None
+        return dx, None
 
 
 class Combine(torch.autograd.Function):
     """rows: (n k, d), weight: (n, k) f32 -> y (n, d): each token's rows, weighted, summed in f32 in order of choice."""
 
     @staticmethod
-    def forward(ctx, rows, weight, routing, device):
+    def forward(ctx, rows, weight, routing):
         rows, r = rows.contiguous(), routing
         y = rows.new_empty(r.n, rows.shape[1])
-        _C.loom_combine(device, 0, r.addresses, rows.data_ptr(), r.n, r.e, r.k, rows.shape[1], DTYPES[rows.dtype], y.data_ptr())
+        _C.loom_combine(*at(rows), r.addresses, rows.data_ptr(), r.n, r.e, r.k, rows.shape[1], DTYPES[rows.dtype], y.data_ptr())
         ctx.save_for_backward(rows)
-        ctx.routing, ctx.device = r, device
+        ctx.routing = r
         return y
 
     @staticmethod
@@ -117,8 +110,7 @@ class Combine(torch.autograd.Function):
         (rows,), r, dy = ctx.saved_tensors, ctx.routing, dy.contiguous()
         drows, dweight = torch.empty_like(rows), torch.empty(r.n, r.k, dtype=torch.float32, device=dy.device)
         _C.loom_combine_backward(
-            ctx.device,
-            0,
+            *at(dy),
             r.addresses,
             rows.data_ptr(),
             dy.data_ptr(),
@@ -130,15 +122,14 @@ class Combine(torch.autograd.Function):
             drows.data_ptr(),
             dweight.data_ptr(),
         )
-        return drows, dweight, None, None
+        return drows, dweight, None
 
 
-def gumbel_noise(seed: int, step: int, layer: int, token_index: torch.Tensor, n_experts: int, device) -> torch.Tensor:
+def gumbel_noise(seed: int, step: int, layer: int, token_index: torch.Tensor, n_experts: int) -> torch.Tensor:
     """token_index: (n,) int64 -> (n, n_experts) f32; the numbers of models.noise.gumbel_noise."""
     noise = torch.empty(token_index.numel(), n_experts, dtype=torch.float32, device=token_index.device)
     _C.loom_gumbel(
-        device,
-        0,
+        *at(token_index),
         token_index.contiguous().data_ptr(),
         token_index.numel(),
         n_experts,
@@ -155,20 +146,20 @@ class WovenMixture(MixtureOfExperts):
 
     def forward(self, x, token_index, valid, step, tau: float):
         """x: (b, t, d); token_index: (b t) int64; valid: (b t) bool or None -> (b, t, d), Routed"""
-        c, device = self.config, device_of(x)
+        c = self.config
         shape = x.shape
         x = x.reshape(-1, shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             clean = F.linear(x.float(), self.router.weight.float())
             scale = c.noise_scale(int(step)) if self.training else 0.0
-            noise = gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts, device).mul_(scale) if scale > 0 else None
+            noise = gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts).mul_(scale) if scale > 0 else None
             routing = Routing(x.shape[0], c.n_experts, c.experts_per_token, x.device)
             keep = valid.to(torch.uint8).contiguous() if valid is not None else None
-            weight = Route.apply(clean, noise, keep, float(tau), routing, device)
+            weight = Route.apply(clean, noise, keep, float(tau), routing)
             prob = F.softmax(clean / tau, dim=-1)
             prob_sum = (prob * valid[:, None] if valid is not None else prob).sum(0)
-        rows = self.run_experts(Permute.apply(x, routing, device), routing)
-        return Combine.apply(rows, weight, routing, device).view(shape), Routed(routing.count.long(), prob_sum)
+        rows = self.run_experts(Permute.apply(x, routing), routing)
+        return Combine.apply(rows, weight, routing).view(shape), Routed(routing.count.long(), prob_sum)
 
     def run_experts(self, rows, routing):
         """rows: (n k, d) sorted by expert -> (n k, d). Experts without rows run too: their gradient is then zero, not missing."""

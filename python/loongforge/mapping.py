@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from . import _C
+from .streams import DTYPES, device_of, stream_of
 
 WEIGHT, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = range(5)
 ROLE_NAMES = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
-DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+KEPT = (torch.float32, torch.bfloat16, torch.float16)
 FROZEN, NO_DECAY = 1, 2
 TAIL = 2**31 - 1  # after the last layer
 EMBED = -1  # before the first layer
@@ -143,7 +144,7 @@ class ParameterMap:
         self.torch_device = devices.pop()
         self.options = dict(options or {}, optimizer_state=optimizer_state)
         self.pool_bytes = dict(pool_bytes or {})
-        self.device = _C.device_open(str(self.torch_device))
+        self.device = device_of(self.torch_device)
         self.generation = 0
         self._state_dtype = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
         keep = keep_f32 or is_kept_in_f32
@@ -167,7 +168,7 @@ class ParameterMap:
         handle, blocks, owners = _C.map_open(self.options), [], {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
             dtype = self._dtype[name]
-            if dtype not in DTYPES:
+            if dtype not in KEPT:
                 raise TypeError(f"{name} has dtype {dtype}, expected float32, bfloat16 or float16")
             owner = owners.get(id(param))
             layer, expert = self._places[name]
@@ -311,7 +312,7 @@ class ParameterMap:
         # A same-dtype .grad that is not the view holds the whole sum (autograd adds into it); another dtype is added by us.
         _C.loom_add(
             self.device,
-            0,
+            stream_of(self.torch_device),
             b.grad.data_ptr(),
             DTYPES[b.grad.dtype],
             grad.contiguous().data_ptr(),

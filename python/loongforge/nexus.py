@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C
 from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
+from .streams import TORCH_DTYPES, borrow, stream_of
 
-_DTYPE_BACK = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.float64, 5: torch.int64}
 _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
 
 
@@ -26,17 +26,14 @@ class TorchTransport:
     Called by the library from whichever thread finishes a gradient; `post` returns at once, `wait` blocks.
     """
 
-    def __init__(self, group=None, *, views=None):
-        self.group = group
+    def __init__(self, device, group=None):
+        self.device, self.group = device, group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._views = views or (lambda address, count, dtype: None)
         self._work: dict = {}
         self._next = 0
 
     def post(self, address: int, count: int, dtype: int, stream: int) -> int:
-        tensor = self._views(address, count, dtype)
-        if tensor is None:
-            tensor = _tensor_at(address, count, dtype)
+        tensor = borrow(self.device, address, (count,), TORCH_DTYPES[dtype])
         self._next += 1
         self._work[self._next] = (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
         return self._next
@@ -52,15 +49,6 @@ class TorchTransport:
                     f"no answer from the other ranks within {timeout_s:g} s; hint: look at rank logs, a peer may have died"
                 ) from error
             raise
-
-
-def _tensor_at(address: int, count: int, dtype: int):
-    """Host memory as a flat tensor, borrowed for the length of one collective."""
-    import ctypes
-
-    size = torch.empty(0, dtype=_DTYPE_BACK[dtype]).element_size()
-    buffer = (ctypes.c_char * (count * size)).from_address(address)
-    return torch.frombuffer(buffer, dtype=_DTYPE_BACK[dtype], count=count)
 
 
 class NexusSync:
@@ -82,7 +70,7 @@ class NexusSync:
             self.options["priority"] = priority
         self.group = group
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-        self.transport = TorchTransport(group) if self.world > 1 else "loopback"
+        self.transport = TorchTransport(self.map.device, group) if self.world > 1 else "loopback"
         self.ignored_environment = check_environment()
         self._begun = False
         self._marked: set = set()
@@ -104,7 +92,7 @@ class NexusSync:
             _C.nexus_begin(self.handle)
             self._begun = True
         self._marked.add(block.index)
-        _C.nexus_mark(self.handle, block.index, 0)
+        _C.nexus_mark(self.handle, block.index, stream_of(self.map.torch_device))
 
     def _finish(self) -> None:
         """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient.
@@ -118,9 +106,9 @@ class NexusSync:
         self._begun = False
         for b in self.map.blocks:  # gradients of earlier micro steps only: final, but not announced in this pass
             if b.index not in self._marked and self.map.holds_gradient(b):
-                _C.nexus_mark(self.handle, b.index, 0)
+                _C.nexus_mark(self.handle, b.index, stream_of(self.map.torch_device))
         self._marked.clear()
-        _C.nexus_finish(self.handle, 0)
+        _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
         if self.world == 1:
             return
         for b in self.map.blocks:  # one without a token here got the others' gradient

@@ -10,6 +10,7 @@ import torch
 
 from . import _C
 from .mapping import EXP_AVG, EXP_AVG_SQ, GRAD, ParameterMap
+from .streams import stream_of
 
 
 class AdamW(torch.optim.Optimizer):
@@ -89,7 +90,7 @@ class AdamW(torch.optim.Optimizer):
         blocks = self.map.gradients_present()
         if not blocks:
             return 0.0
-        _C.loom_sumsq(self.map.handle, 0, self._ranges(blocks), GRAD, self._sumsq.data_ptr())
+        _C.loom_sumsq(self.map.handle, stream_of(self.map.torch_device), self._ranges(blocks), GRAD, self._sumsq.data_ptr())
         return math.sqrt(self._sumsq.item())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -129,4 +130,4 @@ class AdamW(torch.optim.Optimizer):
             self._values.data_ptr(), group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step, self._scale
         )
         self._hyper.copy_(self._values)
-        _C.loom_adamw(self.map.handle, 0, self._ranges(blocks), self._hyper.data_ptr())
+        _C.loom_adamw(self.map.handle, stream_of(self.map.torch_device), self._ranges(blocks), self._hyper.data_ptr())

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _C
 from .mapping import ParameterMap, current, map_of
+from .streams import stream_of
 
 _BASE = "base_model.bin"
 
@@ -73,7 +74,7 @@ class CheckpointVault:
         self.map.take_edits()
         blobs = {name: json.dumps(value).encode() for name, value in (state or {}).items()}
         blobs["loongforge.optimizer"] = json.dumps(self._optimizer_state()).encode()
-        return _C.vault_save(self.handle, step, blobs) == "saved"
+        return _C.vault_save(self.handle, step, blobs, stream_of(self.map.torch_device)) == "saved"
 
     def _optimizer_state(self) -> dict:
         """Step count of each parameter by name; moments are on the map."""

@@ -135,6 +135,12 @@ lf_status lf_device_get_info(lf_device *device, lf_device_info *info)
     return device->ops->info(device->context, info);
 }
 
+void lf_device_where(const lf_device *device, int32_t *kind, int32_t *index)
+{
+    *kind = device->ops->kind;
+    *index = device->index;
+}
+
 lf_status lf__device_kernels(lf_device *device, const char *crew, const void **table)
 {
     *table = device->ops->kernels ? device->ops->kernels(device->context, crew) : NULL;
