@@ -8,9 +8,9 @@ enum {
     ADAMW_TILE = 8192,  /* elements of a block: four rounds of eight a thread */
     SUMSQ_TILE = 16384, /* elements that a block adds before it looks for its next piece */
     ADD_TILE = 8192,
-    SUMSQ_BLOCKS = 1024, /* at most; fixed, so that the order of summation does not depend on the device */
-    SHORT_TABLE = 64,    /* pieces of one launch: in 4 KiB of parameters, */
-    LONG_TABLE = 512,    /* and in 32 KiB */
+    SUMSQ_BLOCKS = 528, /* at most: four on each of 132 units. Fixed, so that the order of sums is the same on all devices */
+    SHORT_TABLE = 64,   /* pieces of one launch: in 4 KiB of parameters, */
+    LONG_TABLE = 512,   /* and in 32 KiB */
     UNALIGNED = 8,
 };
 static_assert(SUMSQ_BLOCKS * sizeof(double) <= LF_LOOM_CUDA_SCRATCH, "partial sums fit the scratch");
@@ -50,6 +50,7 @@ template <int ROOM> __device__ __forceinline__ const piece &piece_of(const table
 template <int TILE, typename F> __device__ __forceinline__ void each_element(int64_t count, int64_t tile, const F &fn)
 {
     const int64_t end = min((tile + 1) * TILE, count);
+#pragma unroll 4
     for (int64_t i = tile * TILE + threadIdx.x; i < end; i += THREADS) fn(i);
 }
 
@@ -151,28 +152,30 @@ template <typename T> __device__ __forceinline__ void sumsq_tile(const piece &p,
         each_element<SUMSQ_TILE>(p.count, tile, one);
         return;
     }
-    enum { EACH = SUMSQ_TILE / 8 / THREADS, AT_ONCE = 4 };
-    const int64_t first = tile * (SUMSQ_TILE / 8) + threadIdx.x;
+    constexpr int N = 16 / sizeof(T), AT_ONCE = 4; /* packs of 16 bytes; all loads of a round are made before the first sum */
+    const pack<T, N> *const packs = (const pack<T, N> *)(x + p.head);
+    const int64_t end = min((tile + 1) * (SUMSQ_TILE / N), whole * (8 / N));
 #pragma unroll 1
-    for (int32_t round = 0; round < EACH; round += AT_ONCE) {
-        float f[AT_ONCE][8];
+    for (int64_t i = tile * (SUMSQ_TILE / N) + threadIdx.x; i < end; i += AT_ONCE * THREADS) {
+        uint4 raw[AT_ONCE];
 #pragma unroll
-        for (int32_t u = 0; u < AT_ONCE; u++) {
-            const int64_t i = first + (round + u) * THREADS;
-#pragma unroll
-            for (int j = 0; j < 8; j++) f[u][j] = 0;
-            if (i < whole) load8(x + p.head + 8 * i, f[u]);
+        for (int u = 0; u < AT_ONCE; u++) {
+            raw[u] = make_uint4(0, 0, 0, 0);
+            if (i + u * THREADS < end) raw[u] = __ldcs((const uint4 *)(packs + i + u * THREADS));
         }
 #pragma unroll
-        for (int32_t u = 0; u < AT_ONCE; u++)
+        for (int u = 0; u < AT_ONCE; u++) {
+            float f[N];
+            reinterpret_cast<const pack<T, N> *>(&raw[u])->unpack(f);
 #pragma unroll
-            for (int j = 0; j < 8; j++) sum[j % 2] = fma((double)f[u][j], (double)f[u][j], sum[j % 2]);
+            for (int j = 0; j < N; j++) sum[j % 2] = fma((double)f[j], (double)f[j], sum[j % 2]);
+        }
     }
     if (tile == 0) each_edge(p.count, p.head, whole, one);
 }
 
 /* partial: (gridDim.x) f64. Block b adds the tiles whose number modulo the grid is b, in order. */
-template <int ROOM> __global__ void __launch_bounds__(THREADS) loom_sumsq(const __grid_constant__ table<ROOM> t)
+template <int ROOM> __global__ void __launch_bounds__(THREADS, 4) loom_sumsq(const __grid_constant__ table<ROOM> t)
 {
     const int32_t start = t.pieces[0].first_tile, grid = (int32_t)gridDim.x, b = (int32_t)blockIdx.x;
     double sum[2] = {0, 0};

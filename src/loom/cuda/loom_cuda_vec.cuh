@@ -19,6 +19,12 @@ __device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((uint32_
 __device__ __forceinline__ void narrow(float x, float &to) { to = x; }
 __device__ __forceinline__ void narrow(float x, bf16 &to) { to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 
+/* By name: left to itself, the compiler splits some stores of 16 bytes into four. */
+__device__ __forceinline__ void store16(void *to, uint4 v)
+{
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 /* N neighbours, read and written at once. */
 template <typename T, int N> struct alignas(sizeof(T) * N) pack {
     T x[N];
@@ -74,7 +80,7 @@ template <typename T, int N> __device__ __forceinline__ pack<T, N> load_pack(con
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *base, int64_t i, const pack<T, N> &p)
 {
     pack<T, N> *to = reinterpret_cast<pack<T, N> *>(base) + i;
-    if constexpr (sizeof p == 16) *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(&p);
+    if constexpr (sizeof p == 16) store16(to, *reinterpret_cast<const uint4 *>(&p));
     else *to = p;
 }
 
@@ -88,22 +94,24 @@ __device__ __forceinline__ void load8(const float *base, float (&f)[8])
 
 __device__ __forceinline__ void load8(const bf16 *base, float (&f)[8])
 {
-    pack<bf16, 8> p;
-    *reinterpret_cast<uint4 *>(&p) = __ldcs(reinterpret_cast<const uint4 *>(base));
+    const uint4 four = __ldcs(reinterpret_cast<const uint4 *>(base));
+    const pack<bf16, 8> p = {{four.x, four.y, four.z, four.w}};
     p.unpack(f);
 }
 
 __device__ __forceinline__ void store8(float *base, const float (&f)[8])
 {
-    reinterpret_cast<float4 *>(base)[0] = make_float4(f[0], f[1], f[2], f[3]);
-    reinterpret_cast<float4 *>(base)[1] = make_float4(f[4], f[5], f[6], f[7]);
+#pragma unroll
+    for (int i = 0; i < 8; i += 4)
+        store16(base + i, make_uint4(__float_as_uint(f[i]), __float_as_uint(f[i + 1]), __float_as_uint(f[i + 2]),
+                                     __float_as_uint(f[i + 3])));
 }
 
 __device__ __forceinline__ void store8(bf16 *base, const float (&f)[8])
 {
     pack<bf16, 8> p;
     p.set(f);
-    store_pack<bf16, 8>(base, 0, p);
+    store16(base, make_uint4(p.x[0], p.x[1], p.x[2], p.x[3]));
 }
 
 /* Each operation rounded by itself, to nearest even. */
