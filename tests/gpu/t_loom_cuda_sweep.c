@@ -1,0 +1,390 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Sweeps on CUDA against the CPU's table, and a whole step as a captured graph. AdamW and add give the CPU's bits; a sum of
+ * squares is added in another order in double precision, so 1e-12 of it is allowed. */
+#include <dlfcn.h>
+
+#include "loom_cuda_fixture.h"
+
+/* ---- maps on both devices -------------------------------------------------------------------------------------------- */
+
+static const struct spec {
+    int64_t count;
+    int32_t dtype;
+    uint32_t flags;
+} specs[] = {{3, LF_DTYPE_BF16, 0},
+             {70001, LF_DTYPE_BF16, 0},
+             {1, LF_DTYPE_F32, 0},
+             {50001, LF_DTYPE_F32, 0},
+             {1000, LF_DTYPE_BF16, 0},
+             {16384, LF_DTYPE_F32, 0},
+             {77, LF_DTYPE_F32, LF_PARAM_FROZEN},
+             {8192, LF_DTYPE_BF16, 0}};
+
+static lf_map *make_map(lf_device *on, int32_t grad_f32)
+{
+    lf_map *map = NULL;
+    lf_map_options opts;
+    CHECK_OK(lf_options_init("map", &opts, sizeof opts));
+    opts.grad_f32 = grad_f32;
+    CHECK_OK(lf_map_open(&map, &opts));
+    for (int32_t i = 0; i < (int32_t)LF_COUNT(specs); i++) {
+        char name[16];
+        snprintf(name, sizeof name, "p%d", i);
+        lf_param p = {.size = sizeof p,
+                      .name = name,
+                      .shape = &specs[i].count,
+                      .ndim = 1,
+                      .dtype = specs[i].dtype,
+                      .layer = i,
+                      .expert = -1,
+                      .tied_to = -1,
+                      .flags = specs[i].flags};
+        CHECK_OK(lf_map_add(map, &p, NULL));
+    }
+    CHECK_OK(lf_map_plan(map));
+    CHECK_OK(lf_map_allocate(map, on));
+    return map;
+}
+
+static char *slab_of(const lf_map *map)
+{
+    lf_range first = {0, 0, 0, 1};
+    lf_class_info info = {.size = sizeof info};
+    CHECK_OK(lf_map_get_class(map, 0, &info));
+    return (char *)lf_map_address(map, &first, LF_ROLE_WEIGHT) - info.role_offset[LF_ROLE_WEIGHT];
+}
+
+/* Random values in every plane of every class; some gradients 0, so that roots and quotients of 0 occur. */
+static void fill_map(const lf_map *map)
+{
+    for (int32_t c = 0; c < lf_map_n_classes(map); c++) {
+        lf_class_info info = {.size = sizeof info};
+        CHECK_OK(lf_map_get_class(map, c, &info));
+        lf_range range = {c, 0, 0, info.count};
+        for (int32_t role = 0; role < LF_N_ROLES; role++) {
+            void *p = lf_map_address(map, &range, role);
+            const float low = role == LF_ROLE_EXP_AVG_SQ ? 0 : -1;
+            for (int64_t i = 0; p && i < info.count; i++)
+                put(p, i, info.role_dtype[role], lf__rng_below(&rng, 8) ? uniform(low, 1) * (i % 5 ? 1e-3f : 1) : 0);
+        }
+    }
+}
+
+/* Two maps with the same values. */
+static void make_maps(lf_map **on_cpu, lf_map **on_gpu, int32_t grad_f32)
+{
+    *on_cpu = make_map(cpu, grad_f32);
+    *on_gpu = make_map(gpu, grad_f32);
+    CHECK_EQ(lf_map_bytes(*on_cpu), lf_map_bytes(*on_gpu));
+    fill_map(*on_cpu);
+    CHECK_OK(lf_copy(gpu, slab_of(*on_gpu), slab_of(*on_cpu), (size_t)lf_map_bytes(*on_cpu), NULL));
+}
+
+/* The classes with gradients cut into pieces of up to `most` elements, empty ones among them; 0: whole. */
+static int32_t cut_ranges(const lf_map *map, int32_t most, lf_range *ranges, int32_t room)
+{
+    int32_t n = 0;
+    for (int32_t c = 0; c < lf_map_n_classes(map); c++) {
+        lf_class_info info = {.size = sizeof info};
+        CHECK_OK(lf_map_get_class(map, c, &info));
+        if (!info.role_dtype[LF_ROLE_GRAD]) continue;
+        for (int64_t at = 0, count; at < info.count; at += count) {
+            CHECK(n < room);
+            count = most ? lf__rng_below(&rng, most) : info.count;
+            if (count > info.count - at) count = info.count - at;
+            ranges[n++] = (lf_range){c, 0, at, count};
+        }
+    }
+    return n;
+}
+
+static const int32_t cuts[] = {0, 30000, 3000, 500, 200}; /* a few pieces, one long table, several */
+
+TEST(cuda_adamw_matches_cpu)
+{
+    set_up();
+    static lf_range ranges[4096];
+    for (int32_t i = 0; i < 2 * (int32_t)LF_COUNT(cuts); i++) {
+        lf_map *want, *map;
+        make_maps(&want, &map, i % 2);
+        const int32_t n = cut_ranges(map, cuts[i / 2], ranges, LF_COUNT(ranges));
+        lf_adamw *hyper = device(sizeof *hyper, 0);
+        for (int32_t step = 1; step <= 3; step++) {
+            lf_adamw h;
+            CHECK_OK(lf_adamw_init(&h, 1e-3, 0.9, 0.99, step == 2 ? 0 : 1e-8, 0.1, step, 0.5));
+            CHECK_OK(lf_copy(gpu, hyper, &h, sizeof h, NULL));
+            CHECK_OK(lf_loom_adamw(want, NULL, ranges, n, &h));
+            CHECK_OK(lf_loom_adamw(map, next_stream(), ranges, n, hyper));
+            check_bytes("map after adamw", slab_of(map), slab_of(want), (size_t)lf_map_bytes(want));
+        }
+        release();
+        lf_map_unref(want);
+        lf_map_unref(map);
+    }
+}
+
+TEST(cuda_sumsq_matches_cpu)
+{
+    set_up();
+    static lf_range ranges[4096];
+    for (int32_t i = 0; i < 2 * (int32_t)LF_COUNT(cuts); i++) {
+        lf_map *want, *map;
+        make_maps(&want, &map, i % 2);
+        const int32_t n = cut_ranges(map, cuts[i / 2], ranges, LF_COUNT(ranges));
+        double sum = -1, *out = device(2 * sizeof *out, 0xff);
+        for (int32_t role = LF_ROLE_WEIGHT; role <= LF_ROLE_GRAD; role++) {
+            CHECK_OK(lf_loom_sumsq(want, NULL, ranges, n, role, &sum));
+            CHECK_OK(lf_loom_sumsq(map, next_stream(), ranges, n, role, out));
+            CHECK_OK(lf_loom_sumsq(map, stream, ranges, n, role, out + 1));
+            CHECK_OK(lf_stream_sync(stream));
+            const double *got = down(out, 2 * sizeof *out);
+            CHECK_NEAR(got[0], sum, 1e-12 * sum);
+            CHECK(got[0] == got[1] && sum > 0);
+        }
+        CHECK_OK(lf_loom_sumsq(map, next_stream(), ranges, 0, LF_ROLE_GRAD, out));
+        CHECK_OK(lf_stream_sync(stream));
+        CHECK(*(double *)down(out, sizeof *out) == 0);
+        release();
+        lf_map_unref(want);
+        lf_map_unref(map);
+    }
+}
+
+static const lf__loom_kernels *kernels(void)
+{
+    const void *table = &lf__loom_cpu;
+    if (!lf__device_is_cpu(gpu)) CHECK_OK(lf__device_kernels(gpu, "loom", &table));
+    return table;
+}
+
+/* Planes that no map would lay out: each begins on another element, so that no access of 16 bytes fits. */
+TEST(cuda_sweeps_take_any_alignment)
+{
+    set_up();
+    enum { N = 40000, PLANES = 5 };
+    lf__loom_piece here = {.count = N - 3, .weight_dtype = LF_DTYPE_BF16, .grad_dtype = LF_DTYPE_BF16}, there = here;
+    char *base[PLANES], *copy[PLANES];
+    for (int32_t i = 0; i < PLANES; i++) {
+        const int32_t dtype = i < 2 ? LF_DTYPE_BF16 : LF_DTYPE_F32;
+        base[i] = host(N * width(dtype));
+        for (int64_t j = 0; j < N; j++) put(base[i], j, dtype, uniform(i == 4 ? 0 : -1, 1));
+        copy[i] = up(base[i], N * width(dtype));
+    }
+#define PLACE(piece, at)                                                                                                \
+    (piece).weight = (at)[0] + 2, (piece).grad = (at)[1], (piece).master = (at)[2] + 12, (piece).exp_avg = (at)[3] + 4, \
+    (piece).exp_avg_sq = (at)[4] + 8
+    PLACE(here, base);
+    PLACE(there, copy);
+    lf_adamw h;
+    CHECK_OK(lf_adamw_init(&h, 1e-3, 0.9, 0.99, 1e-8, 0.1, 3, 0.5));
+    lf__loom_call call = {gpu->context, NULL, 1};
+    static double partial[8];
+    lf__loom_args want = {.sweep = {&here, 1, 3, &h, partial, NULL}},
+                  args = {.sweep = {&there, 1, 3, up(&h, sizeof h), partial, NULL}};
+    CHECK_OK(lf__loom_cpu_adamw(&call, &want));
+    CHECK_OK(kernels()->adamw(&call, &args));
+    for (int32_t i = 0; i < PLANES; i++) check_bytes("a plane", copy[i], base[i], N * (i < 2 ? 2u : 4u));
+    for (int32_t shift = 0; shift < 4; shift++) {
+        double sum, *out = device(sizeof *out, 0xff);
+        here.grad_dtype = there.grad_dtype = LF_DTYPE_F32;
+        here.grad = base[2] + 2 * shift; /* halves of elements: never on 16 bytes */
+        there.grad = copy[2] + 2 * shift;
+        if (shift % 2) here.grad_dtype = there.grad_dtype = LF_DTYPE_BF16;
+        want.sweep.out = &sum;
+        args.sweep.out = out;
+        CHECK_OK(lf__loom_cpu_sumsq(&call, &want));
+        CHECK_OK(kernels()->sumsq(&call, &args));
+        const double got = *(double *)down(out, sizeof *out);
+        if (isfinite(sum)) CHECK_NEAR(got, sum, 1e-12 * sum);
+        else CHECK(isnan(sum) ? isnan(got) : got == sum);
+    }
+    release();
+}
+
+/* ---- add ------------------------------------------------------------------------------------------------------------- */
+
+TEST(cuda_add_matches_cpu)
+{
+    set_up();
+    static const int64_t counts[] = {0, 1, 7, 8, 9, 15, 8191, 8192, 8200, 50001};
+    for (size_t i = 0; i < LF_COUNT(counts) * 32; i++) {
+        const int64_t n = counts[i / 32];
+        const int32_t dst_dtype = i & 1 ? LF_DTYPE_F32 : LF_DTYPE_BF16, src_dtype = i & 2 ? LF_DTYPE_F32 : LF_DTYPE_BF16;
+        const int32_t accumulate = i & 4 ? 1 : 0;
+        const int64_t at_dst = i & 8 ? 3 : 0, at_src = i & 16 ? 3 : 0; /* both: a head, then groups */
+        const size_t wd = width(dst_dtype), ws = width(src_dtype);
+        char *dst = host((size_t)(n + at_dst) * wd), *src = host((size_t)(n + at_src) * ws);
+        for (int64_t j = 0; j < n + at_dst; j++) put(dst, j, dst_dtype, uniform(-1, 1));
+        for (int64_t j = 0; j < n + at_src; j++) put(src, j, src_dtype, uniform(-1, 1));
+        char *to = up(dst, (size_t)(n + at_dst) * wd), *from = up(src, (size_t)(n + at_src) * ws);
+        void *want = dst + (size_t)at_dst * wd;
+        CHECK_OK(lf_loom_add(cpu, NULL, want, dst_dtype, src + (size_t)at_src * ws, src_dtype, n, accumulate));
+        CHECK_OK(lf_loom_add(gpu, next_stream(), to + (size_t)at_dst * wd, dst_dtype, from + (size_t)at_src * ws, src_dtype, n,
+                             accumulate));
+        check_bytes("dst", to, dst, (size_t)(n + at_dst) * wd);
+        release();
+    }
+}
+
+/* ---- graphs ---------------------------------------------------------------------------------------------------------- */
+
+/* The driver's calls that capture: through the loader, so that nothing here links against CUDA. */
+static struct {
+    int (*begin)(void *stream, int mode);
+    int (*end)(void *stream, void **graph);
+    int (*instantiate)(void **exec, void *graph, unsigned long long flags);
+    int (*launch)(void *exec, void *stream);
+    int (*free_exec)(void *exec);
+    int (*free_graph)(void *graph);
+} driver;
+
+static void find_driver(void)
+{
+    lf_device_info info = {.size = sizeof info};
+    CHECK_OK(lf_device_get_info(gpu, &info));
+    if (info.kind != 2) SKIP("graphs are CUDA's");
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    CHECK(library != NULL);
+    *(void **)&driver.begin = dlsym(library, "cuStreamBeginCapture_v2");
+    *(void **)&driver.end = dlsym(library, "cuStreamEndCapture");
+    *(void **)&driver.instantiate = dlsym(library, "cuGraphInstantiateWithFlags");
+    *(void **)&driver.launch = dlsym(library, "cuGraphLaunch");
+    *(void **)&driver.free_exec = dlsym(library, "cuGraphExecDestroy");
+    *(void **)&driver.free_graph = dlsym(library, "cuGraphDestroy");
+    CHECK(driver.begin && driver.end && driver.instantiate && driver.launch && driver.free_exec && driver.free_graph);
+}
+
+/* A step in small: noise, routing, rows out and back, their backwards, clipping's norm, AdamW. */
+typedef struct step {
+    int64_t n, d;
+    int32_t e, k;
+    int64_t *token;
+    float *logits, *noise, *dweight, *dlogits;
+    lf_routing r;
+    uint16_t *x, *xs, *y, *dxs, *dx;
+    lf_map *map;
+    lf_range ranges[8];
+    int32_t n_ranges;
+    lf_adamw *hyper;
+    double *norm;
+} step;
+
+static void make_step(step *s)
+{
+    *s = (step){.n = 3000, .d = 256, .e = 16, .k = 2};
+    const size_t n = (size_t)s->n, ne = n * 16 * 4, slots = n * 2 * 4, row = (size_t)s->d * 2;
+    s->token = device(n * 8, 0);
+    s->logits = device(ne, 0), s->noise = device(ne, 1), s->dlogits = device(ne, 1), s->dweight = device(slots, 1);
+    s->x = device(n * row, 0), s->y = device(n * row, 1), s->dx = device(n * row, 1);
+    s->xs = device(2 * n * row, 1), s->dxs = device(2 * n * row, 1);
+    s->r = (lf_routing){.size = sizeof s->r,
+                        .expert = device(slots, 1),
+                        .weight = device(slots, 1),
+                        .prob = device(ne, 1),
+                        .count = device(16 * 4, 1),
+                        .offset = device(17 * 4, 1),
+                        .row = device(slots, 1),
+                        .slot = device(slots, 1)};
+    lf_map *source;
+    lf__rng_init(&rng, 3, 3, 3, 3);
+    make_maps(&source, &s->map, 1);
+    lf_map_unref(source);
+    s->n_ranges = cut_ranges(s->map, 0, s->ranges, 8);
+    s->hyper = device(sizeof *s->hyper, 0);
+    s->norm = device(sizeof *s->norm, 1);
+}
+
+static void set_inputs(const step *s, int32_t number)
+{
+    lf__rng_init(&rng, (uint64_t)number, 1, 1, 1);
+    int64_t *token = host((size_t)s->n * 8);
+    float *logits = host((size_t)(s->n * s->e) * 4);
+    uint16_t *x = host((size_t)(s->n * s->d) * 2);
+    lf_adamw h;
+    for (int64_t i = 0; i < s->n; i++) token[i] = lf__rng_u32(&rng);
+    for (int64_t i = 0; i < s->n * s->e; i++) logits[i] = uniform(-3, 3);
+    for (int64_t i = 0; i < s->n * s->d; i++) x[i] = lf__bf16_from_f32(uniform(-2, 2));
+    CHECK_OK(lf_adamw_init(&h, 1e-3, 0.9, 0.99, 1e-8, 0.1, number + 1, 0.5));
+    CHECK_OK(lf_copy(gpu, s->token, token, (size_t)s->n * 8, NULL));
+    CHECK_OK(lf_copy(gpu, s->logits, logits, (size_t)(s->n * s->e) * 4, NULL));
+    CHECK_OK(lf_copy(gpu, s->x, x, (size_t)(s->n * s->d) * 2, NULL));
+    CHECK_OK(lf_copy(gpu, s->hyper, &h, sizeof h, NULL));
+}
+
+static lf_status queue_step(const step *s, lf_stream *on)
+{
+    const int32_t dtype = LF_DTYPE_BF16;
+    lf_status rc;
+    LF_TRY(lf_loom_gumbel(gpu, on, s->token, s->n, s->e, 1, 2, 3, s->noise));
+    LF_TRY(lf_loom_route(gpu, on, s->logits, s->noise, NULL, s->n, s->e, s->k, 1, &s->r));
+    LF_TRY(lf_loom_permute(gpu, on, &s->r, s->x, s->n, s->e, s->k, s->d, dtype, s->xs));
+    LF_TRY(lf_loom_combine(gpu, on, &s->r, s->xs, s->n, s->e, s->k, s->d, dtype, s->y));
+    LF_TRY(lf_loom_combine_backward(gpu, on, &s->r, s->xs, s->y, s->n, s->e, s->k, s->d, dtype, s->dxs, s->dweight));
+    LF_TRY(lf_loom_permute_backward(gpu, on, &s->r, s->dxs, s->n, s->e, s->k, s->d, dtype, s->dx));
+    LF_TRY(lf_loom_route_backward(gpu, on, &s->r, s->dweight, s->n, s->e, s->k, 1, s->dlogits));
+    LF_TRY(lf_loom_sumsq(s->map, on, s->ranges, s->n_ranges, LF_ROLE_GRAD, s->norm));
+    LF_TRY(lf_loom_adamw(s->map, on, s->ranges, s->n_ranges, s->hyper));
+out:
+    return rc;
+}
+
+static void check_same_step(const step *a, const step *b)
+{
+    const size_t row = (size_t)(a->n * a->d) * 2, slots = (size_t)(a->n * a->k) * 4;
+    check_bytes("row", a->r.row, down(b->r.row, slots), slots);
+    check_bytes("y", a->y, down(b->y, row), row);
+    check_bytes("dx", a->dx, down(b->dx, row), row);
+    check_bytes("dlogits", a->dlogits, down(b->dlogits, (size_t)a->n * 64), (size_t)a->n * 64);
+    check_bytes("norm", a->norm, down(b->norm, 8), 8);
+    check_bytes("map", slab_of(a->map), down(slab_of(b->map), (size_t)lf_map_bytes(b->map)), (size_t)lf_map_bytes(a->map));
+}
+
+/* A graph of `s` captured on `stream`. */
+static void *capture(const step *s)
+{
+    void *graph = NULL, *exec = NULL;
+    CHECK_EQ(driver.begin(lf_stream_native(stream), 0), 0); /* global: the strictest mode */
+    lf_status rc = queue_step(s, stream);
+    int ended = driver.end(lf_stream_native(stream), &graph);
+    CHECK_OK(rc);
+    CHECK_EQ(ended, 0);
+    CHECK_EQ(driver.instantiate(&exec, graph, 0), 0);
+    CHECK_EQ(driver.free_graph(graph), 0);
+    return exec;
+}
+
+/* Captured once and replayed on new inputs and new values of AdamW, while the stream that was captured does other work. */
+TEST(cuda_step_replays_as_a_graph)
+{
+    set_up();
+    find_driver();
+    lf_stream *other;
+    CHECK_OK(lf_stream_open(gpu, 0, &other));
+    step eager, replayed, noise;
+    make_step(&eager);
+    make_step(&replayed);
+    make_step(&noise);
+    set_inputs(&noise, 99);
+    CHECK_OK(queue_step(&noise, stream)); /* kernels are loaded when first used */
+    CHECK_OK(lf_stream_sync(stream));
+    void *exec = capture(&replayed);
+    for (int32_t i = 0; i < 20; i++) {
+        set_inputs(&eager, i);
+        set_inputs(&replayed, i);
+        CHECK_EQ(driver.launch(exec, lf_stream_native(other)), 0);
+        CHECK_OK(queue_step(&noise, stream));
+        CHECK_OK(lf_stream_sync(other));
+        CHECK_OK(lf_stream_sync(stream));
+        CHECK_OK(queue_step(&eager, NULL));
+        check_same_step(&replayed, &eager);
+    }
+    CHECK_EQ(driver.free_exec(exec), 0);
+    for (int32_t i = 0; i < 100; i++) CHECK_EQ(driver.free_exec(capture(&replayed)), 0); /* scratch goes round */
+    lf_stream_close(other);
+    release();
+    lf_map_unref(eager.map);
+    lf_map_unref(replayed.map);
+    lf_map_unref(noise.map);
+}
+
+LF_TEST_MAIN
