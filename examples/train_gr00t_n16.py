@@ -92,6 +92,7 @@ def main():
         )
     train_loader.close()
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -267,15 +267,21 @@ static PyObject *map_digest(PyObject *self, PyObject *handle)
 
 typedef struct exported {
     dlpack_managed managed; /* first: the capsule points here */
-    lf_map *map;            /* a reference of the tensor's own; NULL: borrowed memory */
+    lf_map *map;            /* a reference of the tensor's own; NULL: not a map's memory */
+    PyObject *owner;        /* kept alive by the tensor; NULL: borrowed */
     int64_t shape[LF_MAX_DIMS];
 } exported;
 
-/* Called by whoever took the tensor, on any thread, with or without the GIL: touches no Python object. */
+/* Called by whoever took the tensor, on any thread, with or without the GIL. A map's memory needs no Python object. */
 static void delete_exported(dlpack_managed *managed)
 {
     exported *e = (exported *)managed;
     lf_map_unref(e->map);
+    if (e->owner && Py_IsInitialized()) { /* at exit the process frees it */
+        PyGILState_STATE gil = PyGILState_Ensure();
+        Py_DECREF(e->owner);
+        PyGILState_Release(gil);
+    }
     free(e);
 }
 
@@ -360,18 +366,23 @@ static PyObject *map_flat(PyObject *self, PyObject *args)
     return export_memory(map, lf_map_device(map), data, &range.count, 1, k.role_dtype[role]);
 }
 
-/* device_tensor(device, address, shape, dtype) -> capsule over borrowed memory: the owner must outlive the tensor */
+/* device_tensor(device, address, shape, dtype, owner=None) -> capsule; the tensor keeps `owner` alive, None: the caller does */
 static PyObject *device_tensor(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *handle, *shape_object;
+    PyObject *handle, *shape_object, *owner = Py_None;
     unsigned long long address;
     int64_t shape[LF_MAX_DIMS];
     int dtype;
-    if (!PyArg_ParseTuple(args, "OKOi", &handle, &address, &shape_object, &dtype)) return NULL;
+    if (!PyArg_ParseTuple(args, "OKOi|O", &handle, &address, &shape_object, &dtype, &owner)) return NULL;
     lf_device *device = lfpy_get(handle, "lf_device");
     int32_t ndim = device ? take_shape(shape_object, "tensor", shape) : -1;
-    return ndim < 0 ? NULL : export_memory(NULL, device, lfpy_ptr(address), shape, ndim, dtype);
+    PyObject *capsule = ndim < 0 ? NULL : export_memory(NULL, device, lfpy_ptr(address), shape, ndim, dtype);
+    if (capsule && owner != Py_None) {
+        Py_INCREF(owner);
+        ((exported *)PyCapsule_GetPointer(capsule, "dltensor"))->owner = owner;
+    }
+    return capsule;
 }
 
 PyMethodDef lfpy_map_methods[] = {

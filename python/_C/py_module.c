@@ -105,7 +105,12 @@ int lfpy_options(const char *section, void *options, size_t size, PyObject *dict
     PyObject *key, *value;
     for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);) {
         PyObject *text = PyObject_Str(value);
-        const char *k = PyUnicode_AsUTF8AndSize(key, NULL), *v = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+        Py_ssize_t n = 0;
+        const char *k = PyUnicode_AsUTF8AndSize(key, NULL), *v = text ? PyUnicode_AsUTF8AndSize(text, &n) : NULL;
+        if (v && strlen(v) != (size_t)n) {
+            PyErr_Format(PyExc_ValueError, "[%s] %R has a 0 byte in its value", section, key);
+            v = NULL;
+        }
         rc = k && v ? lf_options_set(section, options, k, v) : LF_OK;
         Py_XDECREF(text);
         if (!k || !v) return -1;

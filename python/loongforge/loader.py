@@ -104,7 +104,7 @@ class DataFusionLoader:
 
     def _views(self, raw: dict) -> dict:
         b, t, s = raw["n"], raw["seq"], raw["image_size"]
-        view = lambda name, shape, dtype: borrow(self._device, raw[name], shape, dtype)  # noqa: E731
+        view = lambda name, shape, dtype: borrow(self._device, raw[name], shape, dtype, self.handle)  # noqa: E731
         return {
             "images": view("images", (b, 3, s, s), torch.float32),
             "tokens": view("tokens", (b, t), torch.int64),
@@ -135,8 +135,7 @@ class DataFusionLoader:
         """Go on from a state. A loader that has delivered batches starts its pipeline anew."""
         if self._started:
             self._held = None
-            self.handle.close()
-            self._open()
+            self._open()  # the old pipeline goes when no tensor uses its memory any more
             self._started = False
         _C.loader_set_state(self.handle, state)
 
@@ -149,8 +148,8 @@ class DataFusionLoader:
         return [line for line in _C.loader_bad_samples(self.handle).splitlines() if line]
 
     def close(self) -> None:
-        self._held = None
-        self.handle.close()
+        """Stop. Memory goes when no tensor uses it any more; a closed loader gives no more batches."""
+        self._held = self.handle = None
 
     def __enter__(self):
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from . import _C
 from .models.moe import MixtureOfExperts, Routed
@@ -57,6 +58,7 @@ class Route(torch.autograd.Function):
         return routing.weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dweight):
         r, dweight = ctx.routing, dweight.contiguous()
         dlogits = torch.empty(r.n, r.e, dtype=torch.float32, device=dweight.device)
@@ -76,6 +78,7 @@ class Permute(torch.autograd.Function):
         return rows
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, drows):
         r, drows = ctx.routing, drows.contiguous()
         dx = drows.new_empty(r.n, drows.shape[1])
@@ -106,6 +109,7 @@ class Combine(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         (rows,), r, dy = ctx.saved_tensors, ctx.routing, dy.contiguous()
         drows, dweight = torch.empty_like(rows), torch.empty(r.n, r.k, dtype=torch.float32, device=dy.device)
@@ -127,10 +131,11 @@ class Combine(torch.autograd.Function):
 
 def gumbel_noise(seed: int, step: int, layer: int, token_index: torch.Tensor, n_experts: int) -> torch.Tensor:
     """token_index: (n,) int64 -> (n, n_experts) f32; the numbers of models.noise.gumbel_noise."""
+    token_index = token_index.contiguous()
     noise = torch.empty(token_index.numel(), n_experts, dtype=torch.float32, device=token_index.device)
     _C.loom_gumbel(
         *at(token_index),
-        token_index.contiguous().data_ptr(),
+        token_index.data_ptr(),
         token_index.numel(),
         n_experts,
         seed,

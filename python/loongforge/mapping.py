@@ -17,7 +17,9 @@ import weakref
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
 from .streams import DTYPES, device_of, stream_of
@@ -103,16 +105,31 @@ class _Hook:
         return (_NoHook, ())
 
 
+class _Owner:
+    """Keeps a model's map alive as long as the model; a copy of the model owns none."""
+
+    def __init__(self, held=None):
+        self.held = held
+
+    def __deepcopy__(self, memo):
+        return _Owner()
+
+    def __reduce__(self):
+        return (_Owner, ())
+
+
 class _Block:
     """One owned parameter: its tensors in the map and what has happened to it."""
 
-    __slots__ = ("name", "names", "param", "index", "info", "weight", "grad", "master", "has_grad", "version", "group")
+    __slots__ = ("name", "names", "param", "index", "info", "weight", "grad", "master", "has_grad", "starts", "version", "hook")
 
     def __init__(self, name, param, index):
         self.name, self.names, self.param, self.index = name, [name], param, index
         self.info = self.weight = self.grad = self.master = None
         self.has_grad = False
+        self.starts = 0  # how often the gradient was begun anew, not added to
         self.version = 0
+        self.hook = None
 
 
 class ParameterMap:
@@ -121,7 +138,8 @@ class ParameterMap:
     model: its parameters all lie on one device. options: of section [map] (`loongforge config map`).
     dtype: of the weights, default as they are; parameters for which keep_f32(name, param) holds (norms and routers) stay f32.
     Masters start from the values before that conversion, and state dicts go on to carry the original dtype.
-    optimizer_state=False holds weights and gradients only, for a crew used alone beside another optimizer.
+    optimizer_state=False holds weights and gradients only, for a crew used alone beside another optimizer; gradients then have
+    the weight's dtype, so that any optimizer finds them in `.grad`.
     """
 
     def __init__(
@@ -143,6 +161,8 @@ class ParameterMap:
         self.model = model
         self.torch_device = devices.pop()
         self.options = dict(options or {}, optimizer_state=optimizer_state)
+        if not optimizer_state:
+            self.options["grad_f32"] = False
         self.pool_bytes = dict(pool_bytes or {})
         self.device = device_of(self.torch_device)
         self.generation = 0
@@ -153,13 +173,18 @@ class ParameterMap:
         }
         self._listeners: list = []  # called with (block) when a gradient is final in the map
         self._edges: list = []  # called at the end of a backward pass
+        self._guards: list = []  # called before the map moves; an exception keeps it where it is
         self._replanned: list = []  # called after the map moved
-        self._callback_queued = False
+        self._aborted: list = []  # called when a backward pass was found to have died
+        self._task = -1  # autograd's pass that the queued callback belongs to
         self._defer = False
+        self.optimizer = None  # the AdamW over this map, once there is one
         self.handle, self.blocks = self._build()
         self._by_param = {id(b.param): b for b in self.blocks}
         self._hook_module()
+        model.__dict__["_loongforge_map"] = _Owner(self)
         _maps.add(self)
+        _watch_stock_optimizers()
 
     # ---- building -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +233,7 @@ class ParameterMap:
         b.param.data = b.weight
         b.version = b.param._version
         if b.param.requires_grad:
-            b.param.register_post_accumulate_grad_hook(_Hook(self._gradient_ready))
+            b.hook = b.param.register_post_accumulate_grad_hook(_Hook(self._gradient_ready))
 
     def _hook_module(self):
         m = self.model
@@ -222,15 +247,23 @@ class ParameterMap:
 
     def set_pool_size(self, pool: str, size_bytes: float) -> None:
         """Give a pool room (`expert_3`: that expert in every layer) and plan anew; contents and views follow."""
+        before = dict(self.pool_bytes)
         self.pool_bytes[pool] = int(size_bytes)
         try:
             self.replan()
         except Exception:
-            del self.pool_bytes[pool]
+            self.pool_bytes = before
             raise
 
     def replan(self) -> None:
         """Plan and move everything into a new map: after a pool's size or what is trainable has changed. At a step edge."""
+        for guard in list(self._guards):
+            guard()
+        self.take_edits()
+        self._places = locate(self.model)
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            self._dtype.setdefault(name, p.dtype)
+            self._state_dtype.setdefault(name, p.dtype)
         old_blocks = self.blocks
         values = {}
         for b in old_blocks:
@@ -246,15 +279,15 @@ class ParameterMap:
         }
         with torch.no_grad():
             for b in blocks:
-                had_hook = next((o for o in old_blocks if o.param is b.param and o.grad is not None), None)
-                if had_hook is not None and b.param._post_accumulate_grad_hooks:
-                    b.param._post_accumulate_grad_hooks.clear()
+                before = self._by_param.get(id(b.param))
+                if before is not None and before.hook is not None:
+                    before.hook.remove()
                 self._place(handle, b)
-                for role, old in values[b.name].items():
+                for role, old in values.get(b.name, {}).items():
                     new = self.tensor(b, role, handle)
                     if old is not None and new is not None:
                         new.copy_(old)
-                b.has_grad, was_view = grads[b.name]
+                b.has_grad, was_view = grads.get(b.name, (False, False))
                 if was_view:
                     b.param.grad = b.grad
         self.handle, self.blocks = handle, blocks
@@ -282,8 +315,14 @@ class ParameterMap:
     def on_backward_end(self, fn) -> None:
         self._edges.append(fn)
 
-    def on_replan(self, fn) -> None:
+    def on_replan(self, fn, guard=None) -> None:
+        """fn runs after the map has moved, guard before: an exception of it keeps the map where it is."""
         self._replanned.append(fn)
+        if guard is not None:
+            self._guards.append(guard)
+
+    def on_abort(self, fn) -> None:
+        self._aborted.append(fn)
 
     @contextmanager
     def no_sync(self):
@@ -308,18 +347,19 @@ class ParameterMap:
         """Bring a temporary gradient into the map and drop it."""
         if grad.is_sparse:
             raise TypeError(f"{b.name} has a sparse gradient; hint: sparse=False, the map holds dense ones")
-        same = grad.dtype == b.grad.dtype
+        same, dense = grad.dtype == b.grad.dtype, grad.contiguous()  # `dense` lives until the copy is queued
         # A same-dtype .grad that is not the view holds the whole sum (autograd adds into it); another dtype is added by us.
         _C.loom_add(
             self.device,
             stream_of(self.torch_device),
             b.grad.data_ptr(),
             DTYPES[b.grad.dtype],
-            grad.contiguous().data_ptr(),
+            dense.data_ptr(),
             DTYPES[grad.dtype],
             grad.numel(),
             bool(b.has_grad and not same),
         )
+        b.starts += same or not b.has_grad
         b.param.grad = b.grad if same else None
 
     def announce(self, b: _Block) -> None:
@@ -327,14 +367,19 @@ class ParameterMap:
         b.has_grad = True
         if self._defer:
             return
-        if self._edges and not self._callback_queued:
-            self._callback_queued = True
+        task = torch._C._current_graph_task_id()
+        if self._task not in (-1, task):  # the pass that queued a callback never reached its end
+            self._task = -1
+            for fn in self._aborted:
+                fn()
+        if self._edges and self._task == -1 and task != -1:
+            self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         for fn in self._listeners:
             fn(b)
 
     def _backward_ended(self) -> None:
-        self._callback_queued = False
+        self._task = -1
         for fn in self._edges:
             fn()
 
@@ -364,17 +409,20 @@ class ParameterMap:
         if grad is not None and grad.data_ptr() != b.grad.data_ptr():
             self._take(b, grad)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for b in self.blocks:
-            b.has_grad = b.has_grad and not set_to_none
-            if b.grad is not None and not set_to_none:
-                b.grad.zero_()
+    def zero_grad(self, set_to_none: bool = True, blocks=None) -> None:
+        for b in self.blocks if blocks is None else blocks:
             if set_to_none:
+                b.has_grad = False
                 b.param.grad = None
+                continue
+            if b.grad is not None:
+                b.grad.zero_()
+            if b.param.grad is not None:
+                b.param.grad.zero_()  # the view, or a tensor of the user's
 
-    def consume_gradients(self) -> None:
+    def consume_gradients(self, blocks) -> None:
         """After an optimizer step: gradients of another dtype than the weight start anew (their .grad is None anyway)."""
-        for b in self.blocks:
+        for b in blocks:
             if b.grad is not None and b.grad.dtype != b.param.dtype:
                 b.has_grad = False
 
@@ -383,6 +431,12 @@ class ParameterMap:
     def check(self) -> None:
         """Every parameter is still the model's, in its place and as trainable as planned; otherwise an error names it."""
         now = dict(self.model.named_parameters(remove_duplicate=False))
+        known = {name for b in self.blocks for name in b.names}
+        added = next((name for name in now if name not in known), None)
+        if added is not None:
+            raise RuntimeError(
+                f"parameter {added} was added after planning and would never be trained; hint: call replan() on its map"
+            )
         for b in self.blocks:
             for name in b.names:
                 if now.get(name) is not b.param:
@@ -443,6 +497,7 @@ class ParameterMap:
 
     def _before_load(self, module, state, prefix, *rest) -> None:
         if module is self.model:
+            self.take_edits()
             self._incoming = {
                 n: state[prefix + n] for b in self.blocks if b.master is not None for n in b.names if prefix + n in state
             }
@@ -461,20 +516,35 @@ class ParameterMap:
     # ---- leaving --------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give every parameter memory of its own again and take the hooks off; the model is then an ordinary one."""
+        """Give every parameter memory of its own again, in its original dtype, and take the hooks off."""
+        self.take_edits()
         with torch.no_grad():
             for b in self.blocks:
-                b.param.data = b.weight.clone()
-                if b.param.grad is not None and b.grad is not None and b.param.grad.data_ptr() == b.grad.data_ptr():
+                held_grad = b.param.grad is not None and b.grad is not None and b.param.grad.data_ptr() == b.grad.data_ptr()
+                whole = b.master is not None and self._state_dtype[b.name] == b.master.dtype
+                if held_grad:
                     b.param.grad = b.grad.clone()
-                if b.param._post_accumulate_grad_hooks:
-                    b.param._post_accumulate_grad_hooks.clear()
+                if whole:
+                    b.param.grad = None  # of another dtype than the weight will have
+                b.param.data = (b.master if whole else b.weight).clone()
+                if b.hook is not None:
+                    b.hook.remove()
+        self.model.__dict__.pop("_loongforge_map", None)
         for remover in self._removers:
             remover.remove()
         _maps.discard(self)
 
     def __deepcopy__(self, memo):
         raise TypeError("a map cannot be copied; hint: copy.deepcopy(model) gives a model outside it")
+
+    def broadcast(self, group=None) -> None:
+        """Rank 0's weights, masters and moments to all ranks of the group. Collective."""
+        for klass, info in enumerate(_C.map_classes(self.handle)):
+            for role, dtype in enumerate(info["role_dtype"]):
+                if dtype and role != GRAD:
+                    plane = torch.utils.dlpack.from_dlpack(_C.map_flat(self.handle, klass, 0, info["count"], role))
+                    dist.broadcast(plane, dist.get_global_rank(group, 0) if group else 0, group=group)
+        self.weights_written(self.blocks)
 
     # ---- for people -----------------------------------------------------------------------------------------------------------
 
@@ -484,6 +554,32 @@ class ParameterMap:
         for name, ranges in _C.map_groups(self.handle).items():
             lines.append(f"  group {name:6} {sum(r[2] for r in ranges):>12,} elements in {len(ranges)} ranges")
         return "\n".join(lines)
+
+
+_watching = False
+
+
+def _watch_stock_optimizers() -> None:
+    """An optimizer that reads `.grad` would silently do nothing where gradients are f32 beside bf16 weights: refuse it."""
+    global _watching
+    if _watching:
+        return
+    _watching = True
+
+    def look(optimizer, args, kwargs):
+        for held in list(_maps):
+            if optimizer is held.optimizer or type(optimizer).__module__ == "loongforge.optim":
+                continue
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    b = held.block_of(p)
+                    if b is not None and b.grad is not None and b.grad.dtype != p.dtype and b.has_grad:
+                        raise RuntimeError(
+                            f"{type(optimizer).__name__} cannot see the gradient of {b.name}: it is f32, the weight is "
+                            f"{p.dtype}; hint: loongforge.AdamW, or accelerate(model, options={{'grad_f32': False}})"
+                        )
+
+    register_optimizer_step_pre_hook(look)
 
 
 def refuse_wrapper(model, beside: str) -> None:

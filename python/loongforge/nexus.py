@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C
-from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
+from .mapping import ParameterMap, current, map_of, refuse_wrapper
 from .streams import TORCH_DTYPES, borrow, stream_of
 
+_ONE_PASS = "`with sync.no_sync():` around all backward passes but the last, and no reentrant checkpointing"
 _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
 
 
@@ -51,6 +52,24 @@ class TorchTransport:
             raise
 
 
+class _ReduceStats:
+    def __init__(self, world: int = 1, group=None):
+        self.world, self.group = world, group
+
+    def __call__(self, stats: torch.Tensor) -> torch.Tensor:
+        if self.world == 1:
+            return stats
+        total = stats.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def __deepcopy__(self, memo):
+        return _ReduceStats()
+
+    def __reduce__(self):
+        return (_ReduceStats, ())
+
+
 class NexusSync:
     """Reduce a model's gradients over all ranks, in the map's order, hidden behind backward.
 
@@ -72,41 +91,63 @@ class NexusSync:
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.transport = TorchTransport(self.map.device, group) if self.world > 1 else "loopback"
         self.ignored_environment = check_environment()
-        self._begun = False
-        self._marked: set = set()
         self._open()
+        self.broadcast_state()
         self.map.on_gradient(self._ready)
         self.map.on_backward_end(self._finish)
         self.map.on_replan(self._reopen)
+        self.map.on_abort(self._abort)
         _syncs.add(self)
 
     def _open(self) -> None:
         self.handle = _C.nexus_open(self.map.handle, self.transport, self.options)
+        self._begun = False
+        self._marked: set = set()
+        self._reduced: dict = {}  # block index -> (starts, version) of its gradient when it was reduced
 
     def _reopen(self) -> None:
         self.handle.close()
         self._open()
 
+    def _abort(self) -> None:
+        """A backward pass raised before its end. One rank starts afresh; several cannot agree any more on what was reduced."""
+        if self.world > 1:
+            raise RuntimeError(
+                "a backward pass failed before its gradients were reduced, so the ranks disagree; hint: restart from a checkpoint"
+            )
+        self._reopen()
+
     def _ready(self, block) -> None:
+        if self._is_reduced(block):
+            raise RuntimeError(
+                f"the gradient of {block.name} was reduced already in this step and would be reduced twice; hint: {_ONE_PASS}"
+            )
         if not self._begun:
             _C.nexus_begin(self.handle)
             self._begun = True
         self._marked.add(block.index)
         _C.nexus_mark(self.handle, block.index, stream_of(self.map.torch_device))
 
-    def _finish(self) -> None:
-        """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient.
+    def _is_reduced(self, block) -> bool:
+        """The block holds what the last reduction left, perhaps with autograd's next addition: nothing used or zeroed it."""
+        before = self._reduced.get(block.index)
+        if self.world == 1 or before is None or not self.map.holds_gradient(block):
+            return False
+        return before[0] == block.starts and block.grad._version - before[1] <= 1
 
-        A rank on which no gradient became final takes part all the same: the others wait for it.
-        """
+    def _finish(self) -> None:
+        """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient."""
         if not self._begun:
-            if self.world == 1:
-                return
-            _C.nexus_begin(self.handle)
+            return
         self._begun = False
         for b in self.map.blocks:  # gradients of earlier micro steps only: final, but not announced in this pass
-            if b.index not in self._marked and self.map.holds_gradient(b):
-                _C.nexus_mark(self.handle, b.index, stream_of(self.map.torch_device))
+            if b.index in self._marked or not self.map.holds_gradient(b):
+                continue
+            if self._is_reduced(b):
+                raise RuntimeError(
+                    f"this backward pass ended with {b.name} reduced in an earlier one of the same step; hint: {_ONE_PASS}"
+                )
+            _C.nexus_mark(self.handle, b.index, stream_of(self.map.torch_device))
         self._marked.clear()
         _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
         if self.world == 1:
@@ -116,28 +157,20 @@ class NexusSync:
                 b.has_grad = True
                 if b.grad.dtype == b.param.dtype:
                     b.param.grad = b.grad
+        self._reduced = {b.index: (b.starts, b.grad._version) for b in self.map.blocks if b.grad is not None}
 
     def no_sync(self):
         return self.map.no_sync()
 
     def broadcast_state(self) -> None:
-        """Rank 0's weights, masters and moments to all ranks, so that replicas start equal."""
-        if self.world == 1:
-            return
-        for klass, info in enumerate(_C.map_classes(self.map.handle)):
-            for role, dtype in enumerate(info["role_dtype"]):
-                if dtype and role != GRAD:
-                    plane = torch.utils.dlpack.from_dlpack(_C.map_flat(self.map.handle, klass, 0, info["count"], role))
-                    dist.broadcast(plane, dist.get_global_rank(self.group, 0) if self.group else 0, group=self.group)
-        self.map.weights_written(self.map.blocks)
+        """Rank 0's weights, masters and moments to all ranks: done once when NexusSync is made, as DDP does."""
+        if self.world > 1:
+            self.map.broadcast(self.group)
 
-    def reduce_stats(self, stats: torch.Tensor) -> torch.Tensor:
-        """Sum of a small tensor over ranks: what a model's balance loss wants."""
-        if self.world == 1:
-            return stats
-        total = stats.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+    @property
+    def reduce_stats(self):
+        """Callable: the sum of a small tensor over ranks, for a model's balance loss. In a copy of the model it sums nothing."""
+        return _ReduceStats(self.world, self.group)
 
     @staticmethod
     def backward_hook(module, grad_input, grad_output) -> None:
@@ -163,6 +196,7 @@ class NexusSync:
             (self.map._listeners, self._ready),
             (self.map._edges, self._finish),
             (self.map._replanned, self._reopen),
+            (self.map._aborted, self._abort),
         ):
             if fn in hooks:
                 hooks.remove(fn)
@@ -204,7 +238,7 @@ def topk_allreduce(grad: torch.Tensor, k_ratio: float = 0.15, group=None, residu
     """Sum over ranks of the share of entries that one rank in turn finds largest, with error feedback. -> dense sum
 
     grad: any shape, left as it is. residual: of grad's shape, updated in place: what was not sent is added to the next call's
-    gradient, so nothing is lost (sent + residual equals grad + old residual exactly). Left out, it is kept for this tensor
+    gradient, so nothing is lost (sent + residual is grad + old residual, rounded once). Left out, it is kept for this tensor
     object; pass it when `grad` is a new tensor each step. All ranks call in the same order.
     Cyclic local top-k: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression", NeurIPS 2020.
     """
@@ -213,7 +247,11 @@ def topk_allreduce(grad: torch.Tensor, k_ratio: float = 0.15, group=None, residu
     if grad.numel() >= 2**31:
         raise ValueError(f"grad has {grad.numel()} entries, expected fewer than 2^31; hint: reduce it in parts")
     if residual is None:
-        residual = _residuals.setdefault(grad, torch.zeros_like(grad))
+        residual = _residuals.setdefault(grad, torch.zeros_like(grad, memory_format=torch.contiguous_format))
+    if not residual.is_contiguous() or residual.shape != grad.shape:
+        raise ValueError("residual is not contiguous or not of grad's shape")
+    if grad.numel() == 0:
+        return grad.clone()
     value = grad.detach().reshape(-1) + residual.view(-1)
     k = max(1, round(k_ratio * value.numel()))
     index = value.abs().topk(k).indices.sort().values.int()

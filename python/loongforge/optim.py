@@ -35,11 +35,13 @@ class AdamW(torch.optim.Optimizer):
             if not ok:
                 raise ValueError(f"{what} is {value}, expected {expected}")
         self.map = map
-        self._scale = 1.0
+        self.grad_scale = 1.0  # multiplied into the coming step's gradients, before clipping; 1 again after the step
+        self._clip = 1.0
         self._sweeps: dict = {}
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._bind_state()
         map.on_replan(self._bind_state)
+        map.optimizer = self
         # One step's values: filled on the host, read by the sweep where it runs.
         self._values = torch.zeros(_C.loom_adamw_bytes(), dtype=torch.uint8)
         self._hyper = torch.zeros_like(self._values, device=map.torch_device)
@@ -63,19 +65,30 @@ class AdamW(torch.optim.Optimizer):
                 state["exp_avg"] = self.map.tensor(block, EXP_AVG)
                 state["exp_avg_sq"] = self.map.tensor(block, EXP_AVG_SQ)
 
+    def _blocks(self) -> list:
+        return [self.map.block_of(p) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        """Values are copied into the map; names and shapes are torch.optim.AdamW's."""
-        super().load_state_dict(state_dict)
-        loaded = {p: dict(s) for p, s in self.state.items()}
+        """Values are copied into the map in their own precision; a parameter without state starts anew. Names and shapes are
+        torch.optim.AdamW's."""
+        super().load_state_dict(
+            dict(state_dict, state={})
+        )  # groups, checked by torch; its state would come in the weight's dtype
+        self.state.clear()
         self._bind_state()
-        with torch.no_grad():
-            for p, state in loaded.items():
-                for key in ("exp_avg", "exp_avg_sq"):
-                    self.state[p][key].copy_(state[key])
-                self.state[p]["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for number, block in zip(numbers, self._blocks()):
+            given, own = state_dict["state"].get(number, {}), self.state[block.param]
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in given:
+                    own[key].copy_(given[key])
+                else:
+                    own[key].zero_()
+            own["step"] = torch.as_tensor(given.get("step", 0.0), dtype=torch.float32).clone()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.map.zero_grad(set_to_none)
+        self.map.zero_grad(set_to_none, self._blocks())
 
     def _ranges(self, blocks):
         key = tuple(b.index for b in blocks)
@@ -86,17 +99,18 @@ class AdamW(torch.optim.Optimizer):
         return self._sweeps[key]
 
     def grad_norm(self) -> float:
-        """Global 2-norm of the gradients on the map, summed in double precision and a fixed order."""
-        blocks = self.map.gradients_present()
+        """2-norm of this optimizer's gradients times grad_scale, summed in double precision and a fixed order."""
+        own = {id(b) for b in self._blocks()}
+        blocks = [b for b in self.map.gradients_present() if id(b) in own]
         if not blocks:
             return 0.0
         _C.loom_sumsq(self.map.handle, stream_of(self.map.torch_device), self._ranges(blocks), GRAD, self._sumsq.data_ptr())
-        return math.sqrt(self._sumsq.item())
+        return self.grad_scale * math.sqrt(self._sumsq.item())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the coming step's gradients so that their norm is at most max_norm; gradients themselves stay. -> the norm"""
         norm = self.grad_norm()
-        self._scale = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+        self._clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
         return norm
 
     @torch.no_grad()
@@ -118,16 +132,23 @@ class AdamW(torch.optim.Optimizer):
             for step, blocks in by_step.items():
                 self._sweep(group, step, blocks)
                 written += blocks
-        self._scale = 1.0
+        self.grad_scale = self._clip = 1.0
         if written:
             self.map.weights_written(written)
-        self.map.consume_gradients()
+        self.map.consume_gradients(self._blocks())
         return loss
 
     def _sweep(self, group, step: int, blocks) -> None:
         beta1, beta2 = group["betas"]
         _C.loom_adamw_init(
-            self._values.data_ptr(), group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step, self._scale
+            self._values.data_ptr(),
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            step,
+            self.grad_scale * self._clip,
         )
         self._hyper.copy_(self._values)
         _C.loom_adamw(self.map.handle, stream_of(self.map.torch_device), self._ranges(blocks), self._hyper.data_ptr())

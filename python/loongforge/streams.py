@@ -36,6 +36,6 @@ def stream_of(tensor_or_device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def borrow(device, address: int, shape, dtype) -> torch.Tensor:
-    """Memory of the library as a tensor; whoever owns it must outlive the tensor."""
-    return torch.utils.dlpack.from_dlpack(_C.device_tensor(device, address, tuple(shape), DTYPES[dtype]))
+def borrow(device, address: int, shape, dtype, owner=None) -> torch.Tensor:
+    """Memory of the library as a tensor. owner: the handle it belongs to, kept alive by the tensor; None: the caller does."""
+    return torch.utils.dlpack.from_dlpack(_C.device_tensor(device, address, tuple(shape), DTYPES[dtype], owner))

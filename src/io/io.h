@@ -59,6 +59,8 @@ lf_status lf__io_read_all(lf__io *io, const char *path, size_t max, char **data,
 lf_status lf__io_replace(lf__io *io, const char *path, const void *data, size_t bytes);
 /** "dir/name" into path (size bytes); LF_ERR_INVALID when too long. */
 lf_status lf__io_join(char *path, size_t size, const char *dir, const char *name);
+/** Make a folder and those above it that are missing. */
+lf_status lf__io_make_dirs(lf__io *io, const char *path);
 /** The folder part of a path, "." when it has none. */
 lf_status lf__io_dir_of(char *dir, size_t size, const char *path);
 

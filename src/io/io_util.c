@@ -24,6 +24,23 @@ lf_status lf__io_dir_of(char *dir, size_t size, const char *path)
     return LF_OK;
 }
 
+lf_status lf__io_make_dirs(lf__io *io, const char *path)
+{
+    char part[PATH_MOST];
+    size_t n = strlen(path);
+    LF_CHECK_ARG(n < sizeof part, "path %s is too long", path);
+    for (size_t i = 1; i <= n; i++) {
+        if (path[i] != '/' && path[i] != 0) continue;
+        memcpy(part, path, i);
+        part[i] = 0;
+        bool there;
+        lf_status rc = io->ops->exists(io, part, &there);
+        if (rc == LF_OK && !there) rc = io->ops->make_dir(io, part);
+        if (rc < 0 && rc != LF_ERR_EXISTS) return rc;
+    }
+    return LF_OK;
+}
+
 /* Names are collected before anything is removed: removing while listing may skip entries. */
 typedef struct names {
     lf__buf text; /* names, each with its 0 */

@@ -47,7 +47,7 @@ static lf_status prepare_target(lf__pack_writer *w)
         lf__log(LF_LOG_INFO, "removing %s, left by a pack that was stopped", w->temp);
         rc = lf__io_remove_tree(io, w->temp);
     }
-    if (rc == LF_OK) rc = io->ops->make_dir(io, w->temp);
+    if (rc == LF_OK) rc = lf__io_make_dirs(io, w->temp);
     w->made_temp = rc == LF_OK;
     return rc;
 }

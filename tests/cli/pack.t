@@ -35,9 +35,6 @@ loongforge: [pack] scenes is -1, expected 0 to 4294967295
 $ loongforge pack --scenes 3 --qualty 3 c
 loongforge: unknown option 'qualty' in section [pack]; hint: did you mean 'quality'?
 ? 2
-$ loongforge pack --scenes 3 no/such/c
-loongforge: making folder no/such/c.tmp: No such file or directory (errno 2)
-? 1
 $ loongforge pack --scenes 4000 --map_bytes 1MiB c
 loongforge: writing c: the set would be larger than map_bytes; hint: --map_bytes
 ? 1

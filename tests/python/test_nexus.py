@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NexusSync: two real processes against one, and the two collectives by themselves."""
 
+import gc
 import pathlib
 import subprocess
 import sys
@@ -56,6 +57,13 @@ def test_micro_steps_reduce_once(scenes, tmp_path):
     micro = torch.load(tmp_path / "micro.pt", weights_only=True)
     assert micro["stats"]["collectives"] == 20 * micro["chunks"]
     assert micro["losses"][-1] < micro["losses"][0]
+
+
+def test_replicas_start_equal_and_double_reductions_are_refused():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(MULTI / "refusals.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all refused") == 2
 
 
 def small():
@@ -134,6 +142,7 @@ def test_chunked_allreduce_is_a_sum(tmp_path):
 
 
 def test_the_hook_of_the_listing_needs_a_listener():
+    gc.collect()
     model = small()
     held = ParameterMap(model)
     with pytest.raises(RuntimeError, match="no NexusSync exists"):

@@ -98,8 +98,11 @@ def test_resume_at_the_end_and_a_name_in_use(scenes, tmp_path):
     assert [r["step"] for r in rows(tmp_path, "one")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_term_saves_and_leaves(scenes, tmp_path):
-    process = start(tmp_path, "--data", scenes, "--name", "t", "--steps", "100000", "--vault.diff_interval", "1000000", *SMALL)
+@pytest.mark.parametrize("interval", [1, 1000000])
+def test_term_saves_and_leaves(scenes, tmp_path, interval):
+    process = start(
+        tmp_path, "--data", scenes, "--name", "t", "--steps", "100000", "--vault.diff_interval", str(interval), *SMALL
+    )
     log = tmp_path / "runs" / "t" / "log.jsonl"
     while not (log.exists() and len(losses_safe(log)) >= 3):
         assert process.poll() is None, process.stderr.read()
@@ -107,7 +110,49 @@ def test_term_saves_and_leaves(scenes, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     last = len(losses_safe(log))
-    assert [c["step"] for c in _C.vault_list(str(tmp_path / "runs" / "t" / "checkpoints"))] == [last]
+    assert [c["step"] for c in _C.vault_list(str(tmp_path / "runs" / "t" / "checkpoints"))][-1] == last
+    assert json.loads((tmp_path / "runs" / "t" / "summary.json").read_text())["steps"] == last
+
+
+def test_two_ranks_train_evaluate_and_resume(scenes, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "loongforge.train"]
+    options = ["--data", scenes, "--val_data", scenes, "--name", "two", *SMALL[:6], "--lr", "1e-3", "--vault.diff_interval", "2"]
+    for steps, more in (("3", ()), ("5", ("--resume",))):
+        args = [*command, *map(str, options), "--steps", steps, *more]
+        done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
+    assert summary["world"] == 2 and summary["resumed_from"] == 3 and summary["attribute_accuracy"] is not None
+    assert [r["step"] for r in rows(tmp_path, "two")] == [1, 2, 3, 4, 5]
+
+
+def test_micro_steps_are_the_whole_batch_in_parts(scenes, tmp_path):
+    for name, parts in (("whole", "1"), ("parts", "2")):
+        train(
+            tmp_path,
+            "--data",
+            scenes,
+            "--name",
+            name,
+            "--steps",
+            "3",
+            "--micro_steps",
+            parts,
+            "--loader.pad_multiple",
+            "0",
+            *SMALL,
+        )
+    # The balance loss is taken over each part alone: a small difference.
+    a, b = (rows(tmp_path, n) for n in ("whole", "parts"))
+    assert b[0]["loss"] == pytest.approx(a[0]["loss"], rel=1e-5) and b[0]["grad_norm"] == pytest.approx(
+        a[0]["grad_norm"], rel=2e-3
+    )
+
+
+def test_bf16_weights_train_on_the_cpu(scenes, tmp_path):
+    train(tmp_path, "--data", scenes, "--name", "b", "--steps", "4", "--dtype", "bf16", *SMALL)
+    got = [r["loss"] for r in rows(tmp_path, "b")]
+    assert got[-1] < got[0]
 
 
 def test_summary_has_the_names_that_are_compared_over_time(scenes, tmp_path):
@@ -219,6 +264,37 @@ def test_data_that_cannot_be_used_is_one_line(scenes, tmp_path):
     assert "batch_size is 5, expected a multiple of 2" in one_line(err)
     _, err = train(tmp_path, "--data", scenes, "--device", "cuda", *SMALL, expect=1)
     assert "device is 'cuda'" in one_line(err)
+    (tmp_path / "file").write_text("")
+    for args, words in (
+        (("--runs_dir", tmp_path / "file"), ["file", "Not a directory"]),
+        (("--name", ""), ["name is ''"]),
+        (("--name", "latest"), ["'latest'"]),
+        (("--name", "../esc"), ["'../esc'", "without '/'"]),
+    ):
+        _, err = train(tmp_path, "--data", scenes, *args, *SMALL, expect=1)
+        line = one_line(err)
+        for word in words:
+            assert word in line, line
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"WORLD_SIZE": "abc"}, ["WORLD_SIZE is 'abc'"]),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, ["RANK is 2"]),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ["rank 0 of 2", "torchrun"]),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}, ["rank 1 of 2", "within 3 s"]),
+    ],
+    ids=["word", "rank", "address", "peer"],
+)
+def test_ranks_that_cannot_meet_are_one_line(scenes, tmp_path, environment, words):
+    environment = {**os.environ, "LOONGFORGE_RENDEZVOUS_S": "3", **environment}
+    process = start(tmp_path, "--data", scenes, *SMALL, env=environment)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    line = one_line("\n".join(x for x in err.splitlines() if x.startswith("loongforge:")) or err)
+    for word in words:
+        assert word in line, line
 
 
 def test_a_full_disk_while_saving_loses_nothing(scenes, tmp_path):

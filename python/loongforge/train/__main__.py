@@ -32,6 +32,10 @@ def main(argv=None) -> int:
         text = error.args[2] if isinstance(error, Error) else str(error)
         print(f"loongforge: {text}", file=sys.stderr)
         return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"loongforge: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             "loongforge: stopped; hint: the same command with --resume goes on from the last checkpoint",

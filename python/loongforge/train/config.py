@@ -58,6 +58,8 @@ def _read_toml(path: str) -> dict:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path} is no TOML: it is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path} is no TOML: {error}") from None
 

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,15 +29,33 @@ class RunError(Exception):
     """One line: what, which value, what was expected, a hint."""
 
 
+def _number(name: str, default: int) -> int:
+    """A whole number of torchrun's environment."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise RunError(f"{name} is '{text}', expected a whole number; hint: torchrun sets it")
+    return int(text)
+
+
 class Ranks:
     """torchrun's environment: rank, world, and a gloo group when there is more than one."""
 
     def __init__(self):
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.world, self.rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
         self.owns = False
+        if not 0 <= self.rank < self.world:
+            raise RunError(
+                f"RANK is {self.rank} of WORLD_SIZE {self.world}, expected 0 to {self.world - 1}; hint: torchrun sets both"
+            )
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
+            wait_s = _number("LOONGFORGE_RENDEZVOUS_S", 120)
+            try:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=wait_s))
+            except Exception as error:
+                cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise RunError(
+                    f"rank {self.rank} of {self.world} did not meet the others within {wait_s} s: {cause}; hint: torchrun"
+                ) from error
             self.owns = True
 
     def agree(self, flag: bool) -> bool:
@@ -57,6 +76,7 @@ class Ranks:
 
     def close(self) -> None:
         if self.owns:
+            dist.barrier()  # no rank takes its end of a connection away while another still works
             dist.destroy_process_group()
 
 
@@ -73,6 +93,7 @@ def learning_rate(options: dict, step: int) -> float:
 class Run:
     def __init__(self, config: dict):
         self.config, self.o = config, config["train"]
+        self._name()
         self.ranks = Ranks()
         self.dir = os.path.join(self.o["runs_dir"], self.o["name"])
         self.stop_signal = 0
@@ -82,6 +103,11 @@ class Run:
         self._vault()
 
     # ---- set-up -----------------------------------------------------------------------------------------------------------
+
+    def _name(self) -> None:
+        name = self.o["name"]
+        if name in ("", ".", "..", "latest") or "/" in name or "\0" in name:
+            raise RunError(f"name is {name!r}, expected a folder name without '/'; 'latest' is the link to the newest run")
 
     def _threads(self) -> None:
         torch.set_num_threads(self.o["threads"] or len(os.sched_getaffinity(0)))
@@ -119,9 +145,7 @@ class Run:
         o = self.o
         c = self.model_config.with_(attention="dense" if o["attention"] == "dense" else "sparse", seed=o["seed"])
         self.model = Gr00tN16(c)
-        if o["dtype"] == "bf16":
-            self.model.to(torch.bfloat16)
-        self.map = accelerate(self.model, options=self.config["map"])
+        self.map = accelerate(self.model, dtype=torch.bfloat16 if o["dtype"] == "bf16" else None, options=self.config["map"])
         decay = [b.param for b in self.map.blocks if b.param.dim() > 1]
         plain = [b.param for b in self.map.blocks if b.param.dim() <= 1]
         self.optimizer = AdamW(
@@ -139,34 +163,25 @@ class Run:
         self.sculptor = MemSculptor(self.model, sculptor.pop("strategy"), **sculptor)
 
     def _vault(self) -> None:
-        """Rank 0 keeps the checkpoints: replicas are equal."""
         self.step, self.tokens, self.resumed_from = 0, 0, None
-        self.vault = None
-        state = None
-        if self.ranks.rank == 0:
-            os.makedirs(self.dir, exist_ok=True)
-            saved = os.path.join(self.dir, "checkpoints")
-            if not self.o["resume"] and os.path.isdir(saved) and _C.vault_list(saved):
-                raise RunError(
-                    f"run '{self.o['name']}' has checkpoints in {saved}; hint: --resume goes on with it, --name starts another"
-                )
-            options = dict(self.config["vault"])
-            self.vault = CheckpointVault(
-                saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options
-            )
-            if self.o["resume"] and _C.vault_list(saved):
-                info = self.vault.restore()
-                state = dict(self.vault.blob("run") or {}, step=info["step"])
-        state = self.ranks.share(state)
-        self.sync.broadcast_state()
-        if state is None:
+        saved = os.path.join(self.dir, "checkpoints")
+        options = dict(self.config["vault"])
+        self.vault = CheckpointVault(
+            saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options
+        )
+        if not self.vault.steps():
             return
-        self.step = self.resumed_from = state["step"]
+        if not self.o["resume"]:
+            self.vault.close()
+            raise RunError(
+                f"run '{self.o['name']}' has checkpoints in {saved}; hint: --resume goes on with it, --name starts another"
+            )
+        self.step = self.resumed_from = self.vault.restore()["step"]
+        state = self.vault.blob("run")
+        if state is None:
+            raise RunError(f"checkpoint {self.step} in {saved} was not written by `loongforge train`: it has no loader state")
         self.tokens = state["tokens"]
         self.loader.load_state_dict(state["loader"])
-        for block in self.map.blocks:
-            if block.grad is not None:
-                self.optimizer.state[block.param]["step"] = torch.tensor(float(self.step))
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -192,8 +207,7 @@ class Run:
                     break
         if self.step > began:
             self._save(force=True)
-        if self.vault:
-            self.vault.wait()
+        self.vault.wait()
         self.console.close()
         self.log.close()
         return last_row or {}
@@ -217,7 +231,7 @@ class Run:
         lr = learning_rate(o, step)
         self.model.train()
         self.model.set_step(self.step)
-        loss_sum = tokens = balance = 0.0
+        loss_sum = tokens = balance = weight = 0.0
         for micro in range(o["micro_steps"]):
             _C.clock_part_begin(clock, "data")
             batch = self.loader.next()
@@ -229,6 +243,7 @@ class Run:
                     out = self._forward_backward(batch, ids)
             else:
                 out = self._forward_backward(batch, ids)
+            weight += int(out.n_tokens_global)
             loss_sum, tokens, balance = (
                 loss_sum + out.loss_sum.item(),
                 tokens + int(out.n_tokens),
@@ -237,6 +252,8 @@ class Run:
         _C.clock_part_begin(clock, "optimizer")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if o["micro_steps"] > 1:
+            self.optimizer.grad_scale = 1 / max(weight, 1)
         norm = self.optimizer.clip_grad_norm_(o["clip"]) if o["clip"] > 0 else self.optimizer.grad_norm()
         if not math.isfinite(norm):
             raise RunError(
@@ -247,7 +264,7 @@ class Run:
         _C.clock_part_end(clock, "optimizer")
         totals = self.sync.reduce_stats(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()
         self.step, self.tokens = step, self.tokens + int(totals[1])
-        if self.vault and self.vault.due(step) and step < o["steps"]:
+        if self.vault.due(step) and step < o["steps"]:
             _C.clock_part_begin(clock, "io")
             self._save()
             _C.clock_part_end(clock, "io")
@@ -265,8 +282,10 @@ class Run:
         )
 
     def _forward_backward(self, batch, sample_ids):
-        out = self.model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=sample_ids)
-        (out.loss / self.o["micro_steps"]).backward()
+        """One part of the step. Several parts are weighted by their tokens: together they are the mean over the whole batch."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.o["dtype"] == "bf16"):
+            out = self.model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=sample_ids)
+        (out.loss if self.o["micro_steps"] == 1 else out.loss * out.n_tokens_global).backward()
         return out
 
     def _hidden_time(self) -> None:
@@ -274,7 +293,7 @@ class Run:
         loader, comm = self.loader.stats(), self.sync.stats()["exposed_s"]
         threads = self.config["loader"]["threads"] or len(os.sched_getaffinity(0))
         decode = max(loader["read_s"], loader["decode_s"] / threads, loader["assemble_s"])
-        write = self.vault.stats()["write_s"] if self.vault else 0.0
+        write = (self.vault.stats() or {"write_s": 0.0})["write_s"]
         now = {"comm": comm, "decode": decode, "write": write}
         spent = {k: max(now[k] - self._before[k], 0.0) for k in now}
         self._before = now
@@ -292,15 +311,12 @@ class Run:
             self.console.line(f"step {self.step:>6}  held-out loss {self.held_out(blank=False):.4f}")
 
     def _save(self, force: bool = False) -> None:
-        """At a step edge. A forced save waits until the writer has room."""
-        if not self.vault or (
-            force and any(c["step"] == self.step for c in _C.vault_list(os.path.join(self.dir, "checkpoints")))
-        ):
-            return
-        state = {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}}
-        if not self.vault.save(self.step, state) and force:
+        """At a step edge. A forced save waits for the writer first, and is left out when this step is saved already."""
+        if force:
             self.vault.wait()
-            self.vault.save(self.step, state)
+            if self.step in self.vault.steps():
+                return
+        self.vault.save(self.step, {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}})
 
     # ---- the end ----------------------------------------------------------------------------------------------------------
 
@@ -324,7 +340,9 @@ class Run:
             return result
         result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
         if self.ranks.rank == 0 and self.val_dataset.info["tokenizer"] == "bytes":
+            shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats  # this rank alone
             words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
+            self.model.reduce_stats = shared
             result.update(
                 attribute_accuracy=words["accuracy"],
                 attribute_chance=words["chance"],
@@ -354,13 +372,12 @@ class Run:
             "memory": self.sculptor.summary,
             "loader": self.loader.stats(),
             "nexus": self.sync.stats(),
-            "vault": self.vault.stats() if self.vault else None,
+            "vault": self.vault.stats(),
         }
 
     def close(self) -> None:
         self.loader.close()
-        if self.vault:
-            self.vault.close()
+        self.vault.close()
         self.ranks.close()
 
 

@@ -31,8 +31,8 @@ typedef struct lf__gemm_groups {
 typedef struct lf__gemm_launch {
     lf__gemm_groups groups;
     int32_t n_groups, accumulate;
-    int32_t device, n_units, max_clusters; /* max_clusters: what `prepare` found */
-    void *workspace;                       /* (kernel->workspace(n_units)) bytes, 128-byte aligned */
+    int32_t device, n_units, n_resident; /* n_resident: clusters or blocks that run at once, from `prepare` */
+    void *workspace;                     /* (kernel->workspace(n_units)) bytes, 128-byte aligned */
     cudaStream_t stream;
 } lf__gemm_launch;
 
@@ -40,9 +40,10 @@ typedef struct lf__gemm_launch {
 typedef struct lf__gemm_kernel {
     const char *name; /* tile, cluster and schedule */
     int32_t layout, out_dtype;
-    int32_t capability; /* runs on this compute capability: 90 alone, or 80 and up */
-    size_t (*workspace)(int32_t n_units);
-    cudaError_t (*prepare)(int32_t *max_clusters); /* once, not in a capture */
+    int32_t capability;                          /* runs on this compute capability: 90 alone, or 80 and up */
+    uint32_t prefer;                             /* bit 1 << op: the first choice for it where it was measured (see docs) */
+    size_t (*workspace)(int32_t n_units);        /* may be 0 */
+    cudaError_t (*prepare)(int32_t *n_resident); /* once, not in a capture */
     cudaError_t (*launch)(const lf__gemm_launch *launch);
 } lf__gemm_kernel;
 
@@ -69,15 +70,15 @@ typedef struct lf__gemm_setup {
 cudaError_t lf__gemm_set_up(const lf__gemm_setup *setup, cudaStream_t stream);
 
 /* experts and offset as above; gu: regions of (rows, 2 f), the others regions of (rows, f); see grouped_gemm.h. */
-typedef struct lf__gemm_swiglu {
+typedef struct lf__gemm_swiglu_args {
     const lf__gemm_expert *experts;
     const int32_t *offset;
     int32_t n_experts, n_units;
     const void *gu, *dh;
     void *h, *dgu; /* backward: h may be NULL */
-} lf__gemm_swiglu;
-cudaError_t lf__gemm_swiglu_forward(const lf__gemm_swiglu *args, cudaStream_t stream);
-cudaError_t lf__gemm_swiglu_backward(const lf__gemm_swiglu *args, cudaStream_t stream);
+} lf__gemm_swiglu_args;
+cudaError_t lf__gemm_swiglu_forward(const lf__gemm_swiglu_args *args, cudaStream_t stream);
+cudaError_t lf__gemm_swiglu_backward(const lf__gemm_swiglu_args *args, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -19,10 +19,10 @@
 namespace lf_gemm {
 
 using cute::_1;
-using cute::_2;
-using cute::_64;
 using cute::_128;
+using cute::_2;
 using cute::_256;
+using cute::_64;
 using cute::Shape;
 
 struct Cooperative {
@@ -33,6 +33,12 @@ struct Pingpong {
     using Kernel = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
     using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
+
+/* Rows and columns of the part of a tile that the epilogue moves at once. The f32 gradients take narrow ones: what the
+ * epilogue does not take of the shared memory is stages of the main loop. */
+template <class Out, class Tile, class Schedule>
+using EpilogueTile = std::conditional_t<std::is_same_v<Out, float> && std::is_same_v<Schedule, Cooperative>,
+                                        Shape<_128, cute::_16>, cutlass::epilogue::collective::EpilogueTileAuto>;
 
 template <int Layout, class Out, class Tile, class Cluster, class Schedule> struct Sm90 {
     using Element = cutlass::bfloat16_t;
@@ -46,8 +52,8 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
 
     using Problem = cutlass::gemm::GroupProblemShape<Shape<int, int, int>>;
     using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float,
-        float, Source, Row *, kAlignOut, Out, Row *, kAlignOut, typename Schedule::Epilogue,
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile<Out, Tile, Schedule>, float, float,
+        Source, Row *, kAlignOut, Out, Row *, kAlignOut, typename Schedule::Epilogue,
         cutlass::epilogue::fusion::LinearCombination<Out, float, Source>>::CollectiveOp;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA *, kAlign, Element, LayoutB *, kAlign, float, Tile,
@@ -81,7 +87,7 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
         args.epilogue.dD = reinterpret_cast<StrideD *>(g.ldd);
         args.hw_info.device_id = launch->device;
         args.hw_info.sm_count = launch->n_units;
-        args.hw_info.max_active_clusters = launch->max_clusters;
+        args.hw_info.max_active_clusters = launch->n_resident;
         return args;
     }
 
@@ -92,7 +98,7 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
         return Gemm::get_workspace_size(arguments(&launch));
     }
 
-    static cudaError_t prepare(int32_t *max_clusters)
+    static cudaError_t prepare(int32_t *n_resident)
     {
         const void *kernel = reinterpret_cast<const void *>(cutlass::device_kernel<Kernel>);
         cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::SharedStorageSize);
@@ -106,7 +112,7 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
         config.dynamicSmemBytes = Kernel::SharedStorageSize;
         config.attrs = &cluster;
         config.numAttrs = 1;
-        return cudaOccupancyMaxActiveClusters(max_clusters, kernel, &config);
+        return cudaOccupancyMaxActiveClusters(n_resident, kernel, &config);
     }
 
     static cudaError_t launch(const lf__gemm_launch *launch)
@@ -123,16 +129,18 @@ template <class Out> constexpr int32_t dtype_of() { return std::is_same_v<Out, f
 
 } // namespace lf_gemm
 
-/* Defines `extern "C" const lf__gemm_kernel symbol`. tile_m, tile_n: a block's tile, 64 deep; cluster of cm x cn blocks. */
-#define LF_GEMM_SM90(symbol, layout, Out, tile_m, tile_n, cm, cn, Schedule)                                                     \
-    using symbol##_type = lf_gemm::Sm90<layout, Out, cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::_64>,              \
-                                        cute::Shape<cute::Int<cm>, cute::Int<cn>, cute::_1>, lf_gemm::Schedule>;                \
-    extern "C" const lf__gemm_kernel symbol = {"sm90 " #tile_m "x" #tile_n "x64 cluster " #cm "x" #cn " " #Schedule,            \
-                                               layout,                                                                          \
-                                               lf_gemm::dtype_of<Out>(),                                                        \
-                                               90,                                                                              \
-                                               symbol##_type::workspace,                                                        \
-                                               symbol##_type::prepare,                                                          \
+/* Defines `extern "C" const lf__gemm_kernel symbol`. prefer: bits 1 << op; tile_m, tile_n: a block's tile, 64 deep; cluster of
+ * cm x cn blocks. */
+#define LF_GEMM_SM90(symbol, prefer, layout, Out, tile_m, tile_n, cm, cn, Schedule)                                  \
+    using symbol##_type = lf_gemm::Sm90<layout, Out, cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::_64>,   \
+                                        cute::Shape<cute::Int<cm>, cute::Int<cn>, cute::_1>, lf_gemm::Schedule>;     \
+    extern "C" const lf__gemm_kernel symbol = {"sm90 " #tile_m "x" #tile_n "x64 cluster " #cm "x" #cn " " #Schedule, \
+                                               layout,                                                               \
+                                               lf_gemm::dtype_of<Out>(),                                             \
+                                               90,                                                                   \
+                                               prefer,                                                               \
+                                               symbol##_type::workspace,                                             \
+                                               symbol##_type::prepare,                                               \
                                                symbol##_type::launch}
 
 #endif

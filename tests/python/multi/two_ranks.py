@@ -61,4 +61,5 @@ if rank == 0:
     torch.save({"losses": losses, "gradients": gradients, "stats": sync.stats(), "chunks": len(sync.chunks())}, out)
 loader.close()
 if world > 1:
+    dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_nexus.py on two ranks: equal starts; gradients that would be reduced twice are refused."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from loongforge import NexusSync
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def model():
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def equal(tensor):
+    other = tensor.detach().clone()
+    dist.broadcast(other, 0)
+    return torch.equal(other, tensor)
+
+
+def refused(fn):
+    try:
+        fn()
+    except RuntimeError as error:
+        return "no_sync" in str(error)
+    return False
+
+
+net = model()
+sync = NexusSync(net, reduce="sum")
+assert all(equal(p) for p in net.parameters())
+x = torch.randn(4, 8)
+net(x).square().sum().backward()
+assert all(equal(p.grad) for p in net.parameters())
+assert refused(lambda: net(x).square().sum().backward())
+sync.close()
+
+for zero in (lambda m: m.zero_grad(), lambda m: m.zero_grad(set_to_none=False)):
+    net = model()
+    sync = NexusSync(net, reduce="sum")
+    for _ in range(3):  # zeroing in either form makes the next pass a new one
+        net(x).square().sum().backward()
+        zero(net)
+    with sync.no_sync():
+        net(x).square().sum().backward()
+    net(x).square().sum().backward()
+    reference = model()
+    reference.load_state_dict(net.state_dict())
+    (2 * reference(x).square().sum()).backward()
+    for p, q in zip(net.parameters(), reference.parameters()):
+        total = q.grad.clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(p.grad, total)
+    sync.close()
+
+net = model()
+sync = NexusSync(net, reduce="sum")
+y = x.clone().requires_grad_()
+for layer in net:
+    y = checkpoint(layer, y, use_reentrant=True)
+assert refused(lambda: y.square().sum().backward())
+print("all refused", flush=True)
+dist.barrier()
+dist.destroy_process_group()
