@@ -351,7 +351,8 @@ static void make_reference(Bench &b, int op)
 template <class Run> static bool check(Bench &b, int op, const char *name, const char *who, Run run)
 {
     int64_t n = elements(products(b, op));
-    double bad, limit = out_bytes(b, op) == 4 ? 1e-5 : 3e-3;
+    /* f32 sums of up to 26,000 products: cuBLAS is off by 1.7e-5 as well; bf16 is its own rounding */
+    double bad, limit = out_bytes(b, op) == 4 ? 4e-5 : 3e-3;
     CUDA(cudaMemsetAsync(out_of(b, op), 0xFF, n * out_bytes(b, op), b.stream));
     run();
     double error = compare(b, op, n, &bad);
@@ -432,6 +433,29 @@ static void time_swiglu(Bench &b, const char *name)
     CUDA(cudaGraphExecDestroy(backward));
 }
 
+/* Everything a layer's experts do in one step, in one graph, with the chosen kernels; cuBLAS takes our SwiGLU. */
+static void time_layer(Bench &b, const char *name)
+{
+    __nv_bfloat16 *dgu = static_cast<__nv_bfloat16 *>(b.out), *h = reinterpret_cast<__nv_bfloat16 *>(b.want);
+    double median_s[2] = {0, 0};
+    for (int who = 0; who < (b.blas.handle ? 2 : 1); who++) {
+        auto gemm = [&](int op) { who ? run_blas(b, op) : run_ours(b, op); };
+        cudaGraphExec_t exec = capture(b, [&] {
+            gemm(LF_GEMM_GU);
+            OK(lf__gemm_swiglu(b.plan, b.offset, b.gu, h, b.stream));
+            for (int op : {LF_GEMM_Y, LF_GEMM_DH}) gemm(op);
+            OK(lf__gemm_swiglu_back(b.plan, b.offset, b.gu, b.h, dgu, h, b.stream));
+            for (int op : {LF_GEMM_DW_DOWN, LF_GEMM_DX, LF_GEMM_DW_GU}) gemm(op);
+        });
+        std::vector<double> times;
+        for (int i = 0; i < b.rounds + 1; i++) times.push_back(time_graph(b, exec, 5));
+        median_s[who] = median(times);
+        CUDA(cudaGraphExecDestroy(exec));
+    }
+    printf("{\"op\": \"layer\", \"case\": \"%s\", \"us\": %.1f, \"cublas_us\": %.1f, \"of_cublas\": %.3f}\n", name,
+           median_s[0] * 1e6, median_s[1] * 1e6, median_s[1] / median_s[0]);
+}
+
 static bool bench_case(Bench &b, const char *name, std::vector<int32_t> count, int grad_dtype)
 {
     int32_t offset[kExperts + 1] = {0};
@@ -445,6 +469,7 @@ static bool bench_case(Bench &b, const char *name, std::vector<int32_t> count, i
     for (int op = weights_only ? LF_GEMM_DW_GU : 0; op < LF_GEMM_N_OPS; op++) r[op] = bench_op(b, op, name, &right);
     if (!weights_only) {
         time_swiglu(b, name);
+        time_layer(b, name);
         print_part("forward", name, grad_dtype, r[LF_GEMM_GU], r[LF_GEMM_Y]);
         print_part("dx", name, grad_dtype, r[LF_GEMM_DH], r[LF_GEMM_DX]);
     }

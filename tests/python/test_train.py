@@ -262,8 +262,11 @@ def test_data_that_cannot_be_used_is_one_line(scenes, tmp_path):
             assert word in line, line
     _, err = train(tmp_path, "--data", scenes, "--batch_size", "5", "--micro_steps", "2", expect=1)
     assert "batch_size is 5, expected a multiple of 2" in one_line(err)
-    _, err = train(tmp_path, "--data", scenes, "--device", "cuda", *SMALL, expect=1)
-    assert "device is 'cuda'" in one_line(err)
+    _, err = train(tmp_path, "--data", scenes, "--device", "tpu", *SMALL, expect=1)
+    assert "device 'tpu' is unknown" in one_line(err)
+    if not torch.cuda.is_available():
+        _, err = train(tmp_path, "--data", scenes, "--device", "cuda", *SMALL, expect=1)
+        assert "no CUDA device" in one_line(err)
     (tmp_path / "file").write_text("")
     for args, words in (
         (("--runs_dir", tmp_path / "file"), ["file", "Not a directory"]),

@@ -15,17 +15,19 @@ IGNORE = -100
 def held_out_loss(model, dataset, options: dict, *, blank: bool, reduce_stats, rank: int, world: int) -> float:
     """Cross-entropy a trained-on token over one pass of the set, shared over ranks."""
     total = torch.zeros(2, dtype=torch.float64)
-    for batch in _pass(dataset, options, blank=blank, rank=rank, world=world):
+    for batch in _pass(model, dataset, options, blank=blank, rank=rank, world=world):
         out = model(batch.images, batch.tokens, batch.labels, batch.attention_mask)
         total += torch.stack([out.loss_sum.double(), out.n_tokens.double()]).cpu()
     total = reduce_stats(total)
     return (total[0] / total[1].clamp(min=1)).item()
 
 
-def _pass(dataset, options: dict, *, blank: bool, rank: int, world: int):
+def _pass(model, dataset, options: dict, *, blank: bool, rank: int, world: int):
     """Batches of exactly one epoch; samples repeated to fill the last batch have no labels."""
     options = dict(options, shuffle=False, augment=False, drop_last=False, blank_images=blank, rank=rank, world=world)
-    with DataFusionLoader(dataset, options.pop("batch_size"), prefetch_pipeline_depth=options.pop("depth"), **options) as loader:
+    device = next(model.parameters()).device
+    batch_size, depth = options.pop("batch_size"), options.pop("depth")
+    with DataFusionLoader(dataset, batch_size, prefetch_pipeline_depth=depth, device=device, **options) as loader:
         yield from loader
 
 
@@ -55,7 +57,7 @@ def attribute_accuracy(model, dataset, options: dict, *, limit: int = 512) -> di
     info, right, seen = dataset.info, Counter(), {}
     marks = (info["human_id"], info["gpt_id"], info["eos_id"])
     done = 0
-    for batch in _pass(dataset, options, blank=False, rank=0, world=1):
+    for batch in _pass(model, dataset, options, blank=False, rank=0, world=1):
         guess = model(batch.images, batch.tokens, batch.labels, batch.attention_mask, return_logits=True).logits.argmax(-1)
         hit = guess[:, :-1] == batch.tokens[:, 1:]
         for row in range(batch.tokens.shape[0]):

@@ -13,13 +13,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from .. import _C, Error
 from ..accelerate import accelerate
 from ..loader import DataFusionLoader, LMDataset
 from ..models.gr00t_n16 import Gr00tN16, preset
 from ..nexus import NexusSync
 from ..optim import AdamW
 from ..sculptor import MemSculptor
+from ..streams import device_of
 from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
@@ -50,7 +51,9 @@ class Ranks:
         if self.world > 1 and not dist.is_initialized():
             wait_s = _number("LOONGFORGE_RENDEZVOUS_S", 120)
             try:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=wait_s))
+                # Control by gloo; gradients on a GPU by NCCL.
+                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+                dist.init_process_group(backend, timeout=timedelta(seconds=wait_s))
             except Exception as error:
                 cause = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise RunError(
@@ -98,6 +101,7 @@ class Run:
         self.dir = os.path.join(self.o["runs_dir"], self.o["name"])
         self.stop_signal = 0
         self._threads()
+        self._device()
         self._data()
         self._model()
         self._vault()
@@ -111,8 +115,24 @@ class Run:
 
     def _threads(self) -> None:
         torch.set_num_threads(self.o["threads"] or len(os.sched_getaffinity(0)))
-        if self.o["device"] not in ("auto", "cpu"):
-            raise RunError(f"device is '{self.o['device']}', expected auto or cpu: this version trains on the CPU")
+
+    def _device(self) -> None:
+        """auto: this rank's GPU where there is one and the library has its CUDA side, otherwise the CPU, and why is said."""
+        wanted, self.device_note = self.o["device"], ""
+        local = _number("LOCAL_RANK", self.ranks.rank)
+        if wanted in ("auto", "cuda"):
+            wanted = f"cuda:{local}" if wanted == "cuda" or torch.cuda.is_available() else "cpu"
+        try:
+            device_of(wanted)
+        except Error as error:
+            if self.o["device"] != "auto":
+                raise
+            self.device_note, wanted = f"on the CPU: {error.args[2]}", "cpu"
+        self.device = torch.device(wanted)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        auto = self.o["dtype"] == "auto"
+        self.bf16 = self.o["dtype"] == "bf16" or (auto and self.device.type == "cuda")
 
     def _data(self) -> None:
         o, r = self.o, self.ranks
@@ -138,14 +158,14 @@ class Run:
         for key in ("batch_size", "rank", "world", "blank_images"):
             shared.pop(key)
         self.loader = DataFusionLoader(
-            self.dataset, self.batch, prefetch_pipeline_depth=depth, rank=r.rank, world=r.world, **shared
+            self.dataset, self.batch, prefetch_pipeline_depth=depth, device=self.device, rank=r.rank, world=r.world, **shared
         )
 
     def _model(self) -> None:
         o = self.o
         c = self.model_config.with_(attention="dense" if o["attention"] == "dense" else "sparse", seed=o["seed"])
-        self.model = Gr00tN16(c)
-        self.map = accelerate(self.model, dtype=torch.bfloat16 if o["dtype"] == "bf16" else None, options=self.config["map"])
+        self.model = Gr00tN16(c).to(self.device)
+        self.map = accelerate(self.model, dtype=torch.bfloat16 if self.bf16 else None, options=self.config["map"])
         decay = [b.param for b in self.map.blocks if b.param.dim() > 1]
         plain = [b.param for b in self.map.blocks if b.param.dim() <= 1]
         self.optimizer = AdamW(
@@ -219,6 +239,8 @@ class Run:
             f"{self.o['preset']}: {n / 1e6:.1f} M parameters, {len(self.dataset)} samples, {self.ranks.world} rank(s), "
             f"{torch.get_num_threads()} threads{resumed}"
         )
+        if self.device_note:
+            self.console.line("note: " + self.device_note)
         self.console.line(self.map.describe())
         for sentence in self.sync.ignored_environment:
             self.console.line("warning: " + sentence)
@@ -237,7 +259,7 @@ class Run:
             batch = self.loader.next()
             _C.clock_part_end(clock, "data")
             first = (micro * self.ranks.world + self.ranks.rank) * self.batch
-            ids = torch.arange(first, first + self.batch)
+            ids = torch.arange(first, first + self.batch, device=self.device)
             if micro + 1 < o["micro_steps"]:
                 with self.sync.no_sync():
                     out = self._forward_backward(batch, ids)
@@ -262,7 +284,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         _C.clock_part_end(clock, "optimizer")
-        totals = self.sync.reduce_stats(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()
+        totals = self.sync.reduce_stats(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()  # on the host: gloo
         self.step, self.tokens = step, self.tokens + int(totals[1])
         if self.vault.due(step) and step < o["steps"]:
             _C.clock_part_begin(clock, "io")
@@ -281,9 +303,12 @@ class Run:
             unix=time.time(),
         )
 
+    def _precision(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
     def _forward_backward(self, batch, sample_ids):
         """One part of the step. Several parts are weighted by their tokens: together they are the mean over the whole batch."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.o["dtype"] == "bf16"):
+        with self._precision():
             out = self.model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=sample_ids)
         (out.loss if self.o["micro_steps"] == 1 else out.loss * out.n_tokens_global).backward()
         return out
@@ -323,15 +348,16 @@ class Run:
     @torch.no_grad()
     def held_out(self, blank: bool) -> float:
         self.model.eval()
-        return held_out_loss(
-            self.model,
-            self.val_dataset,
-            self.eval_options,
-            blank=blank,
-            reduce_stats=self.sync.reduce_stats,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
-        )
+        with self._precision():
+            return held_out_loss(
+                self.model,
+                self.val_dataset,
+                self.eval_options,
+                blank=blank,
+                reduce_stats=self.sync.reduce_stats,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+            )
 
     @torch.no_grad()
     def evaluate(self) -> dict:
@@ -341,7 +367,8 @@ class Run:
         result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
         if self.ranks.rank == 0 and self.val_dataset.info["tokenizer"] == "bytes":
             shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats  # this rank alone
-            words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
+            with self._precision():
+                words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
             self.model.reduce_stats = shared
             result.update(
                 attribute_accuracy=words["accuracy"],

@@ -123,6 +123,7 @@ static size_t lay_out(char *base, int32_t n_experts, size_t workspace_bytes, lf_
     groups->lda = take(base, &used, n * sizeof(int64_t));
     groups->ldb = take(base, &used, n * sizeof(int64_t));
     groups->ldd = take(base, &used, n * sizeof(int64_t));
+    groups->queue = take(base, &used, sizeof *groups->queue);
     return used;
 }
 

@@ -20,12 +20,20 @@ enum {
     LF_GEMM_NT = 2, /* A: m contiguous, B: n contiguous. Gradients of weights. */
 };
 
+/* Who takes which tile; zeroed by lf__gemm_set_up. A ring's entry: step << 32 | ticket. */
+enum { LF_GEMM_RING = 16, LF_GEMM_MAX_CLUSTERS = 256 };
+typedef struct lf__gemm_queue {
+    uint32_t next, pad[3];
+    uint64_t ring[LF_GEMM_MAX_CLUSTERS][LF_GEMM_RING];
+} lf__gemm_queue;
+
 /* What one launch reads from the device: arrays of n_groups, filled by lf__gemm_set_up. Leading dimensions count elements. */
 typedef struct lf__gemm_groups {
     int32_t *shape; /* (n_groups, 3): m, n, k; m is 0 where nothing is to be done */
     const void **a, **b;
     void **d;
     int64_t *lda, *ldb, *ldd;
+    lf__gemm_queue *queue;
 } lf__gemm_groups;
 
 typedef struct lf__gemm_launch {

@@ -51,10 +51,23 @@ __device__ int64_t region_base(int64_t elements, int64_t *scan)
     return scan[i] - elements;
 }
 
+/* Place of this thread's group when the longest sums come first. All threads of the block call it; long_: (kThreads) shared. */
+__device__ int rank_by_length(int k, int n_groups, int *long_)
+{
+    int i = threadIdx.x, rank = 0;
+    long_[i] = k;
+    __syncthreads();
+    for (int j = 0; j < n_groups; j++) rank += long_[j] > k || (long_[j] == k && j < i);
+    return rank;
+}
+
 __device__ void write_groups(const lf__gemm_setup &s)
 {
     __shared__ int64_t scan[kThreads];
+    __shared__ int length[kThreads];
     int i = threadIdx.x, rows = 0, first = 0;
+    int4 *queue = reinterpret_cast<int4 *>(s.groups.queue);
+    for (int j = i; j < static_cast<int>(sizeof(lf__gemm_queue) / sizeof(int4)); j += kThreads) queue[j] = {0, 0, 0, 0};
     lf__gemm_expert e = {};
     if (i < s.n_experts) {
         e = s.experts[i];
@@ -62,14 +75,15 @@ __device__ void write_groups(const lf__gemm_setup &s)
         rows = s.offset[i + 1] - first;
     }
     int64_t base = region_base(rows * e.hidden, scan);
-    if (i >= s.n_experts) return;
     Group g = describe(s, e, first, rows, base);
-    const lf__gemm_groups &to = s.groups;
-    to.shape[3 * i] = rows ? g.m : 0; /* no tiles: CUTLASS leaves the sum over no rows undefined */
-    to.shape[3 * i + 1] = g.n;
-    to.shape[3 * i + 2] = g.k;
-    to.a[i] = g.a, to.b[i] = g.b, to.d[i] = g.d;
-    to.lda[i] = g.lda, to.ldb[i] = g.ldb, to.ldd[i] = g.ldd;
+    int to = rank_by_length(rows ? g.k : 0, s.n_experts, length);
+    if (i >= s.n_experts) return;
+    const lf__gemm_groups &groups = s.groups;
+    groups.shape[3 * to] = rows ? g.m : 0; /* no tiles: CUTLASS leaves the sum over no rows undefined */
+    groups.shape[3 * to + 1] = g.n;
+    groups.shape[3 * to + 2] = g.k;
+    groups.a[to] = g.a, groups.b[to] = g.b, groups.d[to] = g.d;
+    groups.lda[to] = g.lda, groups.ldb[to] = g.ldb, groups.ldd[to] = g.ldd;
 }
 
 __device__ void zero_gradient(const lf__gemm_setup &s, int block)
@@ -132,14 +146,23 @@ __device__ Place place_row(int row, const int *offset, const int64_t *base, cons
     return {base[low] + static_cast<int64_t>(row - offset[low]) * hidden[low], hidden[low]};
 }
 
+__device__ Eight swiglu(const Eight &g, const Eight &u)
+{
+    Eight out;
+    for (int i = 0; i < 8; i++) out.v[i] = g.v[i] / (1.0f + __expf(-g.v[i])) * u.v[i];
+    return out;
+}
+
 __device__ void forward_row(const lf__gemm_swiglu_args &s, const Place &p, int lane)
 {
     const __nv_bfloat16 *gate = static_cast<const __nv_bfloat16 *>(s.gu) + 2 * p.at, *up = gate + p.f;
     __nv_bfloat16 *h = static_cast<__nv_bfloat16 *>(s.h) + p.at;
-    for (int j = lane * 8; j < p.f; j += 256) {
-        Eight g = load(gate + j), u = load(up + j), out;
-        for (int i = 0; i < 8; i++) out.v[i] = g.v[i] / (1.0f + __expf(-g.v[i])) * u.v[i];
-        store(h + j, out);
+    for (int j = lane * 8; j < p.f; j += 512) { /* all loads in front of the first store */
+        bool more = j + 256 < p.f;
+        Eight g0 = load(gate + j), u0 = load(up + j), g1 = {}, u1 = {};
+        if (more) g1 = load(gate + j + 256), u1 = load(up + j + 256);
+        store(h + j, swiglu(g0, u0));
+        if (more) store(h + j + 256, swiglu(g1, u1));
     }
 }
 

@@ -25,6 +25,80 @@ using cute::_256;
 using cute::_64;
 using cute::Shape;
 
+/* The group scheduler of CUTLASS gives block b the tiles b, b + grid, b + 2 grid, ...: right when all tiles cost the same, but
+ * the tiles of a weight's gradient cost what the expert has rows. Here a cluster takes the next tile when it is ready for it, in
+ * order of experts with the longest sums first (the set-up kernel sorts them). The cluster's first block draws the ticket and
+ * leaves it in a ring in global memory, where the second finds it. */
+struct Problem : cutlass::gemm::GroupProblemShape<Shape<int, int, int>> {
+    lf__gemm_queue *queue;
+};
+
+template <class Cluster, int Stages>
+class QueueScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Group<Problem, Stages> {
+    using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Group<Problem, Stages>;
+    static constexpr int kBlocks = cute::size<0>(Cluster{}) * cute::size<1>(Cluster{});
+    /* Tiles that are drawn before every warp group has seen an earlier one. One would make loads wait for the epilogue. */
+    static constexpr int kAhead = 2;
+    static_assert(kAhead < Stages && kBlocks <= 2, "see next_ticket");
+
+    uint32_t cluster_, rank_, n_clusters_, step_ = 0;
+
+    /* At most kAhead + the stages of the main loop tiles lie between the blocks of a cluster: the ring is longer. */
+    CUTLASS_DEVICE uint32_t next_ticket()
+    {
+        lf__gemm_queue *queue = this->scheduler_params.problem_shapes_.queue;
+        uint32_t ticket = 0;
+        step_++;
+        if (cutlass::canonical_lane_idx() == 0) {
+            uint64_t *slot = &queue->ring[cluster_][step_ % LF_GEMM_RING];
+            if (rank_ == 0) {
+                ticket = atomicAdd(&queue->next, 1u);
+                if (kBlocks > 1) {
+                    uint64_t entry = uint64_t(step_) << 32 | ticket;
+                    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(entry) : "memory");
+                }
+            } else {
+                uint64_t entry;
+                do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(entry) : "l"(slot) : "memory");
+                while (uint32_t(entry >> 32) != step_);
+                ticket = uint32_t(entry);
+            }
+        }
+        return __shfl_sync(0xffffffff, ticket, 0);
+    }
+
+  public:
+    QueueScheduler() = default;
+
+    CUTLASS_DEVICE explicit QueueScheduler(typename Base::Params const &params, typename Base::SchedulerResponse *response)
+        : Base(params, response)
+    {
+        bool along_n = params.raster_order_ == Base::RasterOrder::AlongN;
+        uint32_t block = along_n ? blockIdx.x + blockIdx.y * gridDim.x : blockIdx.x * gridDim.y + blockIdx.y;
+        cluster_ = block / kBlocks;
+        rank_ = block % kBlocks;
+        n_clusters_ = gridDim.x * gridDim.y / kBlocks;
+    }
+
+    /* Called by the scheduler's warp alone. */
+    template <class Pipeline, class State> CUTLASS_DEVICE auto advance_to_next_work(Pipeline &pipeline, State state, uint32_t = 1)
+    {
+        State before = state;
+        before.advance(Stages - kAhead); /* the state that may be filled when the tile kAhead earlier has been seen by all */
+        pipeline.producer_acquire(before);
+        uint64_t index = uint64_t(n_clusters_ + next_ticket()) * kBlocks + rank_;
+        auto tile = this->get_current_work_for_linear_idx(index);
+        if (cute::elect_one_sync()) {
+            this->response_ptr_[state.index()] = tile;
+            cutlass::arch::fence_view_async_shared();
+            pipeline.producer_commit(state);
+        }
+        return cute::make_tuple(tile, true);
+    }
+};
+
+enum : bool { AlongM = false, AlongN = true };
+
 struct Cooperative {
     using Kernel = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
     using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
@@ -33,6 +107,18 @@ struct Pingpong {
     using Kernel = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
     using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
+
+} // namespace lf_gemm
+
+#ifndef LF_GEMM_STATIC
+template <class Tile, class Cluster, uint32_t Stages>
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<cutlass::gemm::GroupScheduler, cutlass::arch::Sm90, Tile, Cluster, Stages,
+                                                            lf_gemm::Problem> {
+    using Scheduler = lf_gemm::QueueScheduler<Cluster, Stages>;
+};
+#endif
+
+namespace lf_gemm {
 
 /* Rows and columns of the part of a tile that the epilogue moves at once. The f32 gradients take narrow ones: what the
  * epilogue does not take of the shared memory is stages of the main loop. */
@@ -50,7 +136,6 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
     using Source = std::conditional_t<Layout == LF_GEMM_NT, Out, void>;
     static constexpr int kAlign = 8, kAlignOut = 16 / sizeof(Out);
 
-    using Problem = cutlass::gemm::GroupProblemShape<Shape<int, int, int>>;
     using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile<Out, Tile, Schedule>, float, float,
         Source, Row *, kAlignOut, Out, Row *, kAlignOut, typename Schedule::Epilogue,
@@ -69,12 +154,14 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
     static_assert(sizeof(StrideA) == 8 && sizeof(StrideB) == 8 && sizeof(StrideD) == 8, "a stride is one leading dimension");
     static_assert(sizeof(typename Problem::UnderlyingProblemShape) == 12, "a shape is three int32");
 
-    static Arguments arguments(const lf__gemm_launch *launch)
+    static Arguments arguments(const lf__gemm_launch *launch, bool along_n)
     {
         const lf__gemm_groups &g = launch->groups;
         Arguments args{};
         args.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
-        args.problem_shape = {launch->n_groups, reinterpret_cast<typename Problem::UnderlyingProblemShape *>(g.shape), nullptr};
+        args.problem_shape.num_groups = launch->n_groups;
+        args.problem_shape.problem_shapes = reinterpret_cast<typename Problem::UnderlyingProblemShape *>(g.shape);
+        args.problem_shape.queue = g.queue;
         args.mainloop = {reinterpret_cast<const Element **>(g.a), reinterpret_cast<StrideA *>(g.lda),
                          reinterpret_cast<const Element **>(g.b), reinterpret_cast<StrideB *>(g.ldb)};
         args.epilogue.thread.alpha = 1.0f;
@@ -88,6 +175,8 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
         args.hw_info.device_id = launch->device;
         args.hw_info.sm_count = launch->n_units;
         args.hw_info.max_active_clusters = launch->n_resident;
+        using Order = typename Kernel::TileScheduler::RasterOrderOptions;
+        args.scheduler.raster_order = along_n ? Order::AlongN : Order::AlongM;
         return args;
     }
 
@@ -95,7 +184,7 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
     {
         lf__gemm_launch launch{};
         launch.n_units = n_units;
-        return Gemm::get_workspace_size(arguments(&launch));
+        return Gemm::get_workspace_size(arguments(&launch, false));
     }
 
     static cudaError_t prepare(int32_t *n_resident)
@@ -115,9 +204,9 @@ template <int Layout, class Out, class Tile, class Cluster, class Schedule> stru
         return cudaOccupancyMaxActiveClusters(n_resident, kernel, &config);
     }
 
-    static cudaError_t launch(const lf__gemm_launch *launch)
+    template <bool AlongN> static cudaError_t launch(const lf__gemm_launch *launch)
     {
-        auto params = Kernel::to_underlying_arguments(arguments(launch), launch->workspace);
+        auto params = Kernel::to_underlying_arguments(arguments(launch, AlongN), launch->workspace);
         cutlass::Status status = Gemm::run(params, launch->stream);
         if (status == cutlass::Status::kSuccess) return cudaSuccess;
         cudaError_t error = cudaGetLastError();
@@ -129,18 +218,18 @@ template <class Out> constexpr int32_t dtype_of() { return std::is_same_v<Out, f
 
 } // namespace lf_gemm
 
-/* Defines `extern "C" const lf__gemm_kernel symbol`. prefer: bits 1 << op; tile_m, tile_n: a block's tile, 64 deep; cluster of
- * cm x cn blocks. */
-#define LF_GEMM_SM90(symbol, prefer, layout, Out, tile_m, tile_n, cm, cn, Schedule)                                  \
-    using symbol##_type = lf_gemm::Sm90<layout, Out, cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::_64>,   \
-                                        cute::Shape<cute::Int<cm>, cute::Int<cn>, cute::_1>, lf_gemm::Schedule>;     \
-    extern "C" const lf__gemm_kernel symbol = {"sm90 " #tile_m "x" #tile_n "x64 cluster " #cm "x" #cn " " #Schedule, \
-                                               layout,                                                               \
-                                               lf_gemm::dtype_of<Out>(),                                             \
-                                               90,                                                                   \
-                                               prefer,                                                               \
-                                               symbol##_type::workspace,                                             \
-                                               symbol##_type::prepare,                                               \
-                                               symbol##_type::launch}
+/* Defines `extern "C" const lf__gemm_kernel symbol`. prefer: bits 1 << op; tile_m, tile_n: a block's tile, 64 deep; a cluster of
+ * cm x cn blocks; Raster: AlongM or AlongN, the direction in which neighbouring tiles follow (the same device code). */
+#define LF_GEMM_SM90(symbol, prefer, layout, Out, tile_m, tile_n, cm, cn, Schedule, Raster)                                     \
+    using symbol##_type = lf_gemm::Sm90<layout, Out, cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::_64>,              \
+                                        cute::Shape<cute::Int<cm>, cute::Int<cn>, cute::_1>, lf_gemm::Schedule>;                \
+    extern "C" const lf__gemm_kernel symbol = {"sm90 " #tile_m "x" #tile_n "x64 cluster " #cm "x" #cn " " #Schedule " " #Raster, \
+                                               layout,                                                                          \
+                                               lf_gemm::dtype_of<Out>(),                                                        \
+                                               90,                                                                              \
+                                               prefer,                                                                          \
+                                               symbol##_type::workspace,                                                        \
+                                               symbol##_type::prepare,                                                          \
+                                               symbol##_type::launch<lf_gemm::Raster>}
 
 #endif

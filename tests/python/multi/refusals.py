@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_nexus.py on two ranks: equal starts; gradients that would be reduced twice are refused."""
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,3 +70,5 @@ assert refused(lambda: y.square().sum().backward())
 print("all refused", flush=True)
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # see loongforge/train/__main__.py: gloo threads and the shutdown of the interpreter

@@ -63,3 +63,5 @@ loader.close()
 if world > 1:
     dist.barrier()
     dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # see loongforge/train/__main__.py: gloo threads and the shutdown of the interpreter
