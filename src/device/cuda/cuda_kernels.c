@@ -3,12 +3,13 @@
 #include <string.h>
 
 #include "cuda_int.h"
-#include "loom/loom_int.h"
-
-extern const lf__loom_kernels lf__loom_cuda;
+/* The list is all that this file knows of the crews. */
+extern const struct lf__loom_kernels lf__loom_cuda;   /* loom/cuda */
+extern const struct lf__nexus_kernels lf__nexus_cuda; /* nexus/cuda */
 
 const void *lf__cuda_kernels(void *context, const char *crew)
 {
     (void)context;
-    return strcmp(crew, "loom") == 0 ? &lf__loom_cuda : NULL;
+    if (strcmp(crew, "loom") == 0) return &lf__loom_cuda;
+    return strcmp(crew, "nexus") == 0 ? &lf__nexus_cuda : NULL;
 }

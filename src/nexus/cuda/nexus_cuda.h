@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file nexus_cuda.h  Launchers of nexus_cuda.cu. */
+#ifndef LF_NEXUS_CUDA_H
+#define LF_NEXUS_CUDA_H
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** data: (count) f32 or bf16 on the current device, multiplied in place in order of `stream`. */
+cudaError_t lf__nexus_cuda_scale(cudaStream_t stream, void *data, int64_t count, int bf16, float factor);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
