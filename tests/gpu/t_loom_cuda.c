@@ -46,6 +46,7 @@ static const struct shape {
     {33000, 16, 2, ALL_VALID},
     {20001, 3, 2, 0},
     {5000, 33, 4, 0},
+    {300, 12, 3, TIES | NO_NOISE}, /* -0 and 0 are a tie */
 };
 
 static lf_routing new_routing(const problem *p, bool on_device, int32_t byte)
