@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# On a GPU machine, with or without a network: build, run the GPU tests, the memory and race checkers on the small ones where the
+# machine has them, and train the tiny preset on the GPU beside the CPU. Without a network put the offline bundle into dist/ first.
+#   bench/device.sh [PYTHON]      an interpreter that has torch (default python3)
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+set -u
+export PYTHON=${1:-python3} PRESET=cuda
+failed=0
+say() { printf '\n== %s\n' "$*"; }
+check() { # NAME COMMAND...
+    local name=$1
+    shift
+    if "$@" >"build/device-$name.log" 2>&1; then echo "$name: ok, $(tail -n 1 "build/device-$name.log")"; else
+        echo "$name: FAILED"
+        tail -n 30 "build/device-$name.log"
+        failed=1
+    fi
+}
+
+say build
+make build || exit 1
+. scripts/env.sh
+set +e
+tests=build/cuda/tests
+export LD_LIBRARY_PATH=$PWD/build/cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
+say tests
+for test in "$tests"/t_*cuda*; do check "$(basename "$test")" "$test"; done
+
+say checkers
+if command -v compute-sanitizer >/dev/null && compute-sanitizer --tool memcheck true >/dev/null 2>&1; then
+    for tool in memcheck racecheck synccheck; do
+        for test in t_loom_cuda t_loom_cuda_sweep; do
+            check "$tool-$test" compute-sanitizer --tool "$tool" --error-exitcode 3 "$tests/$test"
+        done
+    done
+else
+    echo "compute-sanitizer does not run on this machine: skipped"
+fi
+
+say training
+data=$(mktemp -d)
+loongforge pack --scenes 8000 "$data/train" && loongforge pack --scenes 200 --first 1000000000 "$data/held-out"
+for device in cuda cpu; do
+    check "train-$device" loongforge train --data "$data/train" --val_data "$data/held-out" --runs_dir "$data/runs" --name "$device" \
+        --device "$device" --dtype f32 --steps 40 --log_every 20
+done
+"$PY" - "$data/runs" <<'PY' || failed=1
+import json, sys
+rows = {d: [json.loads(line) for line in open(f"{sys.argv[1]}/{d}/log.jsonl")] for d in ("cuda", "cpu")}
+worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(rows["cuda"], rows["cpu"]))
+print(f"40 losses in f32, GPU against CPU: worst relative difference {worst:.1e}, expected below 1e-3")
+sys.exit(worst > 1e-3)
+PY
+rm -rf "$data"
+exit $failed
