@@ -80,6 +80,9 @@ static lf_status find_kernels(const lf__gemm_layer *layer, op_kernels *ops, int3
     int32_t capability = 0;
     lf_status rc = query_device(layer->device, n_units, &capability);
     if (rc < 0) return rc;
+    if (*n_units > LF_GEMM_MAX_CLUSTERS)
+        return LF_FAIL(LF_ERR_UNSUPPORTED, "grouped gemm: %d multiprocessors, expected at most %d", *n_units,
+                       LF_GEMM_MAX_CLUSTERS);
     *workspace_bytes = 0;
     for (int32_t op = 0; op < (layer->dw_gu ? LF_GEMM_N_OPS : LF_GEMM_DW_GU); op++) {
         op_kernels *found = &ops[op];

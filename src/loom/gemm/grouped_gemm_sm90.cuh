@@ -13,8 +13,8 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/group_array_problem_shape.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "loom/gemm/grouped_gemm.h"
 #include "loom/gemm/grouped_gemm_int.h"
-#include "loongforge/device.h"
 
 namespace lf_gemm {
 
@@ -43,7 +43,8 @@ class QueueScheduler : public cutlass::gemm::kernel::detail::PersistentTileSched
 
     uint32_t cluster_, rank_, n_clusters_, step_ = 0;
 
-    /* At most kAhead + the stages of the main loop tiles lie between the blocks of a cluster: the ring is longer. */
+    /* The blocks of a cluster load parts of each other's operands, so neither gets more than the main loop's stages and kAhead
+     * tiles in front of the other: the ring is longer, and the first block may write it without asking. */
     CUTLASS_DEVICE uint32_t next_ticket()
     {
         lf__gemm_queue *queue = this->scheduler_params.problem_shapes_.queue;
@@ -110,13 +111,11 @@ struct Pingpong {
 
 } // namespace lf_gemm
 
-#ifndef LF_GEMM_STATIC
 template <class Tile, class Cluster, uint32_t Stages>
-struct cutlass::gemm::kernel::detail::TileSchedulerSelector<cutlass::gemm::GroupScheduler, cutlass::arch::Sm90, Tile, Cluster, Stages,
-                                                            lf_gemm::Problem> {
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<cutlass::gemm::GroupScheduler, cutlass::arch::Sm90, Tile, Cluster,
+                                                            Stages, lf_gemm::Problem> {
     using Scheduler = lf_gemm::QueueScheduler<Cluster, Stages>;
 };
-#endif
 
 namespace lf_gemm {
 
@@ -220,16 +219,16 @@ template <class Out> constexpr int32_t dtype_of() { return std::is_same_v<Out, f
 
 /* Defines `extern "C" const lf__gemm_kernel symbol`. prefer: bits 1 << op; tile_m, tile_n: a block's tile, 64 deep; a cluster of
  * cm x cn blocks; Raster: AlongM or AlongN, the direction in which neighbouring tiles follow (the same device code). */
-#define LF_GEMM_SM90(symbol, prefer, layout, Out, tile_m, tile_n, cm, cn, Schedule, Raster)                                     \
-    using symbol##_type = lf_gemm::Sm90<layout, Out, cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::_64>,              \
-                                        cute::Shape<cute::Int<cm>, cute::Int<cn>, cute::_1>, lf_gemm::Schedule>;                \
+#define LF_GEMM_SM90(symbol, prefer, layout, Out, tile_m, tile_n, cm, cn, Schedule, Raster)                                      \
+    using symbol##_type = lf_gemm::Sm90<layout, Out, cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::_64>,               \
+                                        cute::Shape<cute::Int<cm>, cute::Int<cn>, cute::_1>, lf_gemm::Schedule>;                 \
     extern "C" const lf__gemm_kernel symbol = {"sm90 " #tile_m "x" #tile_n "x64 cluster " #cm "x" #cn " " #Schedule " " #Raster, \
-                                               layout,                                                                          \
-                                               lf_gemm::dtype_of<Out>(),                                                        \
-                                               90,                                                                              \
-                                               prefer,                                                                          \
-                                               symbol##_type::workspace,                                                        \
-                                               symbol##_type::prepare,                                                          \
+                                               layout,                                                                           \
+                                               lf_gemm::dtype_of<Out>(),                                                         \
+                                               90,                                                                               \
+                                               prefer,                                                                           \
+                                               symbol##_type::workspace,                                                         \
+                                               symbol##_type::prepare,                                                           \
                                                symbol##_type::launch<lf_gemm::Raster>}
 
 #endif
