@@ -44,13 +44,10 @@ def main():
     mem_sculptor.set_pool_size("expert_0", 1.25 * largest_expert_bytes(model))  # head-room
     nexus_sync = NexusSync(model=model, comm_strategy="hybrid", reduce="sum")  # the loss is each rank's share of the global one
     model.reduce_stats = nexus_sync.reduce_stats
-    nexus_sync.broadcast_state()
     optimizer = AdamW(mem_sculptor.map, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    checkpoint_vault = None
-    if rank == 0:
-        checkpoint_vault = CheckpointVault(
-            save_dir=f"{args.out}/checkpoints", base_model_path=f"{args.out}/gr00t_n16_base.bin", diff_interval=50
-        )
+    checkpoint_vault = CheckpointVault(  # rank 0 writes
+        save_dir=f"{args.out}/checkpoints", base_model_path=f"{args.out}/gr00t_n16_base.bin", diff_interval=50
+    )
 
     dataset = LMDataset(args.lmdb_path)
     train_loader = DataFusionLoader(
@@ -76,20 +73,18 @@ def main():
             step += 1
             if rank == 0 and (step % 10 == 0 or step == args.steps):
                 print(f"step {step:4d}  loss {out.loss_sum.item() / max(int(out.n_tokens), 1):.4f}", flush=True)
-            if checkpoint_vault and checkpoint_vault.due(step):
+            if checkpoint_vault.due(step):
                 checkpoint_vault.save(step, {"loader": train_loader.state_dict()})
             if step == args.steps:
                 break
-    if checkpoint_vault:
-        if not checkpoint_vault.due(step):
-            checkpoint_vault.save(step)
-        checkpoint_vault.merge_final_checkpoint(f"{args.out}/final_model.bin")
-        checkpoint_vault.close()
+    if not checkpoint_vault.due(step):
+        checkpoint_vault.save(step)
+    checkpoint_vault.merge_final_checkpoint(f"{args.out}/final_model.bin")
+    checkpoint_vault.close()
+    if rank == 0:
         print(f"merged checkpoint {args.out}/final_model.bin, {os.path.getsize(f'{args.out}/final_model.bin') / 2**20:.1f} MiB")
-        print(
-            "loader latency p95 %.2f ms, " % (1e3 * train_loader.stats()["latency_p95_s"])
-            + "collective p95 %.2f ms" % (1e3 * nexus_sync.stats()["p95_s"])
-        )
+        latency, collective = train_loader.stats()["latency_p95_s"], nexus_sync.stats()["p95_s"]
+        print(f"loader latency p95 {1e3 * latency:.2f} ms, collective p95 {1e3 * collective:.2f} ms")
     train_loader.close()
     if dist.is_initialized():
         dist.barrier()

@@ -90,8 +90,8 @@ LF_API void *lf_stream_native(lf_stream *stream);
 /** Wait on the host until all work queued so far is done. Errors of that work are returned here. */
 LF_API lf_status lf_stream_sync(lf_stream *stream);
 
-/** Run a host function in stream order. It must not call the device. An error it returns is kept by the stream, later work
- *  is skipped, and the next lf_stream_sync returns it once. */
+/** Run a host function in stream order. It must not call the device. An error it returns is kept by the stream, later host
+ *  functions (on the CPU also copies and fills) are skipped, and the next lf_stream_sync returns it once. */
 typedef lf_status (*lf_host_fn)(void *user);
 LF_API lf_status lf_stream_run(lf_stream *stream, lf_host_fn fn, void *user);
 

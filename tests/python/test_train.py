@@ -126,6 +126,17 @@ def test_two_ranks_train_evaluate_and_resume(scenes, tmp_path):
     assert [r["step"] for r in rows(tmp_path, "two")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_runs_as_the_readme_says(scenes, tmp_path, ranks):
+    script = pathlib.Path(__file__).parents[2] / "examples" / "train_gr00t_n16.py"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if ranks == 2 else []
+    command = [sys.executable, *launcher, str(script), str(scenes), "--steps", "6", "--batch-size", "4", "--out", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert "merged checkpoint out/final_model.bin" in done.stdout, done.stderr[-3000:]
+    assert (tmp_path / "out" / "gr00t_n16_base.bin").exists()
+    assert [c["step"] for c in _C.vault_list(str(tmp_path / "out" / "checkpoints"))] == [6]
+
+
 def test_micro_steps_are_the_whole_batch_in_parts(scenes, tmp_path):
     for name, parts in (("whole", "1"), ("parts", "2")):
         train(

@@ -20,7 +20,6 @@ from ..models.gr00t_n16 import Gr00tN16, preset
 from ..nexus import NexusSync
 from ..optim import AdamW
 from ..sculptor import MemSculptor
-from ..streams import device_of
 from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
@@ -123,7 +122,7 @@ class Run:
         if wanted in ("auto", "cuda"):
             wanted = f"cuda:{local}" if wanted == "cuda" or torch.cuda.is_available() else "cpu"
         try:
-            device_of(wanted)
+            _C.device_open(wanted)  # its errors say what is missing
         except Error as error:
             if self.o["device"] != "auto":
                 raise

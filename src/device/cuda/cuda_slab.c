@@ -82,9 +82,9 @@ static CUresult create_memory(CUmemGenericAllocationHandle *handle, size_t bytes
     return driver.create(handle, bytes, &p, 0);
 }
 
-lf_status lf__cuda_slab_commit(void *context, void *base, size_t from, size_t to)
+/* The slab's device is current. */
+static lf_status commit_here(const cuda_context *c, void *base, size_t from, size_t to)
 {
-    const cuda_context *c = context;
     CUdeviceptr at = (CUdeviceptr)(uintptr_t)base + from;
     size_t bytes = to - from;
     CUmemGenericAllocationHandle handle;
@@ -103,6 +103,17 @@ lf_status lf__cuda_slab_commit(void *context, void *base, size_t from, size_t to
     cudaGetLastError();
     return error == CUDA_SUCCESS ? lf__fail(LF_ERR_DEVICE, "clearing %zu bytes of device memory", bytes)
                                  : driver_fail(error, "opening device memory");
+}
+
+lf_status lf__cuda_slab_commit(void *context, void *base, size_t from, size_t to)
+{
+    const cuda_context *c = context;
+    int before = c->index;
+    cudaGetDevice(&before);
+    if (before != c->index) cudaSetDevice(c->index);
+    lf_status rc = commit_here(c, base, from, to);
+    if (before != c->index) cudaSetDevice(before);
+    return rc;
 }
 
 void lf__cuda_slab_release(void *context, void *base, size_t reserved, size_t committed)
