@@ -33,7 +33,8 @@ LF_API lf_status lf_loom_gumbel(lf_device *device, lf_stream *stream, const int6
                                 int32_t step, int32_t layer, float *noise);
 
 /** Where every token goes. All device memory, sized by the caller. Arrays that a call does not touch may be NULL:
- *  route writes all; its backward reads expert and weight, permute row and offset (and slot where given), the others slot, offset and weight
+ *  route writes all; its backward reads expert and weight, permute row and offset (and slot where given), the others slot, offset
+ *  and weight
  *  (permute_backward no weight). */
 typedef struct lf_routing {
     size_t size;
