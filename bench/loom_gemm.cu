@@ -5,7 +5,7 @@
  * anything is timed. Both sides run as captured graphs, in turns; times are medians. cuBLAS knows the counts when it is
  * captured, ours read them on the device. One JSON object a line; exit code 1 when a result is wrong.
  *
- *   nvcc -O3 --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -I$(scripts/cutlass.sh) -Iinclude -Isrc \
+ *   nvcc -O3 -DNDEBUG --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -I$(scripts/cutlass.sh) -Iinclude -Isrc \
  *        -o build/loom_gemm bench/loom_gemm.cu src/loom/gemm/grouped_gemm*.c src/loom/gemm/grouped_gemm*.cu -ldl
  *   build/loom_gemm [rounds]   cuBLAS is opened at run time (libcublas.so.13 or .12); without it only our side is timed */
 #include <cuda_bf16.h>
