@@ -46,7 +46,7 @@ def main(argv=None) -> int:
 
 if __name__ == "__main__":
     status = main()
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and status == 0:
+    if status == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Everything is closed and on disk. A gloo thread that drops its last tensor while the interpreter shuts down takes the
         # process with it ("terminate called without an active exception", torch 2.13), and torchrun then calls the run failed.
         sys.stdout.flush()
