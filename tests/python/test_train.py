@@ -236,6 +236,7 @@ def test_configuration_files_are_checked_like_options(tmp_path):
         ("[trian]\nsteps = 3\n", ["unknown section [trian]"]),
         ("steps = 3\n", ["outside a section"]),
         ("[train\n", ["no TOML"]),
+        ('[train]\nname = "a\\u0000b"\n', ["0 byte"]),
         ("[train]\nlr = -1.0\n", ["lr is -1", "0 to 10"]),
     ):
         (tmp_path / "c.toml").write_text(text)

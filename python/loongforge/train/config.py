@@ -118,3 +118,5 @@ def read_arguments(argv: list) -> dict:
         return {section: _C.options_check(section, merged.get(section)) for section in SECTIONS}
     except _C.Error as error:
         raise ConfigError(error.args[2]) from None
+    except ValueError as error:  # a value with a 0 byte
+        raise ConfigError(str(error)) from None
