@@ -133,34 +133,34 @@ static PyObject *trace_validate(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* trace_read_csv(trace, path): appends its rows */
-static PyObject *trace_read_csv(PyObject *self, PyObject *args)
+/* (trace, path) -> None: what reading and writing share */
+static PyObject *with_path(PyObject *args, lf_status (*call)(lf_trace *, const char *))
 {
-    (void)self;
     PyObject *handle;
     const char *path;
     if (!PyArg_ParseTuple(args, "Os", &handle, &path)) return NULL;
     lf_trace *trace = lfpy_get(handle, kind);
     if (!trace) return NULL;
     lf_status rc;
-    LFPY_FREE_GIL(rc = lf_trace_read_csv(trace, path));
+    LFPY_FREE_GIL(rc = call(trace, path));
     if (rc < 0) return lfpy_raise(rc);
     Py_RETURN_NONE;
 }
+
+/* trace_read_csv(trace, path): appends its rows */
+static PyObject *trace_read_csv(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return with_path(args, lf_trace_read_csv);
+}
+
+static lf_status write_csv(lf_trace *trace, const char *path) { return lf_trace_write_csv(trace, path); }
 
 /* trace_write_csv(trace, path) */
 static PyObject *trace_write_csv(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *handle;
-    const char *path;
-    if (!PyArg_ParseTuple(args, "Os", &handle, &path)) return NULL;
-    lf_trace *trace = lfpy_get(handle, kind);
-    if (!trace) return NULL;
-    lf_status rc;
-    LFPY_FREE_GIL(rc = lf_trace_write_csv(trace, path));
-    if (rc < 0) return lfpy_raise(rc);
-    Py_RETURN_NONE;
+    return with_path(args, write_csv);
 }
 
 PyMethodDef lfpy_sculptor_methods[] = {

@@ -165,7 +165,6 @@ class ParameterMap:
             self.options["grad_f32"] = False
         self.pool_bytes = dict(pool_bytes or {})
         self.device = device_of(self.torch_device)
-        self.generation = 0
         self._state_dtype = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
         keep = keep_f32 or is_kept_in_f32
         self._dtype = {
@@ -292,7 +291,6 @@ class ParameterMap:
                     b.param.grad = b.grad
         self.handle, self.blocks = handle, blocks
         self._by_param = {id(b.param): b for b in blocks}
-        self.generation += 1
         for told in list(self._replanned):
             told()
 

@@ -11,7 +11,6 @@ lf__hash128 lf__hash(const void *data, size_t bytes, uint64_t seed)
     return (lf__hash128){h.low64, h.high64};
 }
 
-uint32_t lf__crc_like(const void *data, size_t bytes) { return (uint32_t)XXH3_64bits(data, bytes); }
 
 void lf__hash_hex(lf__hash128 h, char text[33])
 {
