@@ -165,7 +165,7 @@ typedef struct lf__hash128 {
 } lf__hash128;
 lf__hash128 lf__hash(const void *data, size_t bytes, uint64_t seed); /* XXH3-128 */
 void lf__hash_hex(lf__hash128 h, char text[33]);
-bool lf__hash_parse(const char *hex, lf__hash128 *h);  /* 32 hex digits */
+bool lf__hash_parse(const char *hex, lf__hash128 *h); /* 32 hex digits */
 
 /** Philox4x32-10 (Salmon et al., SC'11): 4 random words of a counter and a key. */
 void lf__philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);

@@ -11,7 +11,6 @@ lf__hash128 lf__hash(const void *data, size_t bytes, uint64_t seed)
     return (lf__hash128){h.low64, h.high64};
 }
 
-
 void lf__hash_hex(lf__hash128 h, char text[33])
 {
     snprintf(text, 33, "%016llx%016llx", (unsigned long long)h.hi, (unsigned long long)h.lo);
