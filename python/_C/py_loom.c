@@ -1,131 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ExpertLoom: thin calls with addresses. They are made hundreds of times a step, so arguments come as a plain vector and
  * the GIL is only dropped, nothing is built. */
-#include "py.h"
-
-/* The arguments of a call, taken from left to right. `bad` once one had the wrong type: the exception is set. */
-typedef struct reader {
-    PyObject *const *args;
-    Py_ssize_t at, n;
-    int bad;
-} reader;
-
-static PyObject *next_object(reader *r) { return r->at < r->n ? r->args[r->at++] : NULL; }
-
-static long long next_int(reader *r)
-{
-    PyObject *o = next_object(r);
-    if (r->bad || !o) return 0;
-    long long v = PyLong_AsLongLong(o);
-    if (v == -1 && PyErr_Occurred()) r->bad = 1;
-    return v;
-}
-
-static int32_t next_i32(reader *r)
-{
-    long long v = next_int(r);
-    if (!r->bad && (v < INT32_MIN || v > INT32_MAX)) {
-        PyErr_Format(PyExc_OverflowError, "argument %zd is %lld, expected a 32-bit number", r->at, v);
-        r->bad = 1;
-    }
-    return (int32_t)v;
-}
-
-static void *next_ptr(reader *r)
-{
-    PyObject *o = next_object(r);
-    if (r->bad || !o) return NULL;
-    unsigned long long v = PyLong_AsUnsignedLongLong(o);
-    if (v == (unsigned long long)-1 && PyErr_Occurred()) r->bad = 1;
-    return r->bad ? NULL : lfpy_ptr(v);
-}
-
-static double next_double(reader *r)
-{
-    PyObject *o = next_object(r);
-    if (r->bad || !o) return 0;
-    double v = PyFloat_AsDouble(o);
-    if (v == -1 && PyErr_Occurred()) r->bad = 1;
-    return v;
-}
-
-static void *next_handle(reader *r, const char *kind)
-{
-    PyObject *o = next_object(r);
-    void *handle = r->bad || !o ? NULL : lfpy_get(o, kind);
-    if (!handle) r->bad = 1;
-    return handle;
-}
-
-/* (expert, weight, prob, count, offset, row, slot): addresses, 0 where the call does not touch the array. */
-static lf_routing next_routing(reader *r)
-{
-    lf_routing routing = {.size = sizeof routing};
-    PyObject *tuple = next_object(r);
-    void *address[7] = {NULL};
-    if (r->bad || !tuple) return routing;
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 7) {
-        PyErr_Format(PyExc_TypeError, "routing is %R, expected 7 addresses: (expert, weight, prob, count, offset, row, slot)",
-                     tuple);
-        r->bad = 1;
-        return routing;
-    }
-    for (int i = 0; i < 7 && !r->bad; i++) {
-        unsigned long long v = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
-        if (v == (unsigned long long)-1 && PyErr_Occurred()) r->bad = 1;
-        address[i] = lfpy_ptr(v);
-    }
-    routing.expert = address[0], routing.weight = address[1], routing.prob = address[2], routing.count = address[3];
-    routing.offset = address[4], routing.row = address[5], routing.slot = address[6];
-    return routing;
-}
-
-static lf_stream *next_stream(reader *r, lf_device *device)
-{
-    void *native = next_ptr(r);
-    lf_stream *stream = NULL;
-    if (!r->bad && lfpy_stream(device, (unsigned long long)(uintptr_t)native, &stream) < 0) r->bad = 1;
-    return stream;
-}
-
-/* Every function: n arguments exactly, the first two are device (or map) and stream. */
-typedef struct call {
-    reader r;
-    lf_device *device;
-    lf_map *map;
-    lf_stream *stream;
-} call;
-
-static int begin_call(call *c, const char *name, PyObject *const *args, Py_ssize_t n, Py_ssize_t expected, int of_map)
-{
-    *c = (call){.r = {args, 0, n, 0}};
-    if (n != expected) {
-        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, expected, n);
-        return -1;
-    }
-    if (of_map) c->map = next_handle(&c->r, "lf_map");
-    else c->device = next_handle(&c->r, "lf_device");
-    if (c->map) c->device = lf_map_device(c->map);
-    if (!c->r.bad && !c->device) {
-        PyErr_SetString(PyExc_ValueError, "the map is not allocated");
-        c->r.bad = 1;
-    }
-    c->stream = next_stream(&c->r, c->device);
-    return c->r.bad ? -1 : 0;
-}
-
-/* `rc` counts only when no argument was bad. */
-static PyObject *end_call(call *c, lf_status rc)
-{
-    if (c->r.bad) return NULL;
-    if (rc < 0) return lfpy_raise(rc);
-    Py_RETURN_NONE;
-}
-
-/* Make the call unless an argument was bad. */
-#define MAKE_CALL(expr)   \
-    lf_status rc = LF_OK; \
-    if (!c.r.bad) LFPY_FREE_GIL(rc = (expr))
+#include "py_loom.h"
 
 /* loom_gumbel(device, stream, token, n, e, seed, step, layer, noise) */
 static PyObject *loom_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -172,23 +48,6 @@ static PyObject *loom_route_backward(PyObject *self, PyObject *const *args, Py_s
     float *dlogits = next_ptr(&c.r);
     MAKE_CALL(lf_loom_route_backward(c.device, c.stream, &routing, dweight, n, e, k, temperature, dlogits));
     return end_call(&c, rc);
-}
-
-/* n, e, k, d, dtype */
-typedef struct shape {
-    int64_t n, d;
-    int32_t e, k, dtype;
-} shape;
-
-static shape next_shape(reader *r)
-{
-    shape s = {0};
-    s.n = next_int(r);
-    s.e = next_i32(r);
-    s.k = next_i32(r);
-    s.d = next_int(r);
-    s.dtype = next_i32(r);
-    return s;
 }
 
 typedef lf_status (*rows_fn)(lf_device *, lf_stream *, const lf_routing *, const void *, int64_t, int32_t, int32_t, int64_t,
@@ -343,10 +202,6 @@ static PyObject *loom_set_threads(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-#define FAST(name, help)                                              \
-    {                                                                 \
-#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, help \
-    }
 PyMethodDef lfpy_loom_methods[] = {
     FAST(loom_gumbel, "Gumbel noise by token: (device, stream, token, n, e, seed, step, layer, noise)."),
     FAST(loom_route, "Choose experts and sort: (device, stream, logits, noise, valid, n, e, k, temperature, routing)."),

@@ -103,7 +103,7 @@ static lf_status submit_job(lf_device *device, lf_stream *stream, job *j)
     return rc;
 }
 
-static lf_status table_of(lf_device *device, const lf__loom_kernels **table)
+lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table)
 {
     LF_CHECK_ARG(device, "device is NULL");
     *table = &lf__loom_cpu;
@@ -117,11 +117,11 @@ static lf_status table_of(lf_device *device, const lf__loom_kernels **table)
     return rc;
 }
 
-/* Work without arrays; only queued work needs a job. `which` is the function's place in the table. */
-static lf_status submit(lf_device *device, lf_stream *stream, size_t which, const lf__loom_args *args)
+/* Only queued work needs a job. */
+lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const lf__loom_args *args)
 {
     const lf__loom_kernels *table = NULL;
-    lf_status rc = table_of(device, &table);
+    lf_status rc = lf__loom_table(device, &table);
     if (rc < 0) return rc;
     lf__loom_fn fn;
     memcpy(&fn, (const char *)table + which, sizeof fn);
@@ -137,7 +137,7 @@ static lf_status submit(lf_device *device, lf_stream *stream, size_t which, cons
     j->args = *args;
     return submit_job(device, stream, j);
 }
-#define SUBMIT(name, ...) submit(device, stream, offsetof(lf__loom_kernels, name), &(lf__loom_args){__VA_ARGS__})
+#define SUBMIT(name, ...) LF_LOOM_SUBMIT(device, stream, name, __VA_ARGS__)
 
 /* ---- routing --------------------------------------------------------------------------------------------------------- */
 
@@ -215,7 +215,7 @@ lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_
 
 /* ---- rows ------------------------------------------------------------------------------------------------------------ */
 
-static lf_status check_dtype(const char *what, int32_t dtype)
+lf_status lf__loom_check_dtype(const char *what, int32_t dtype)
 {
     LF_CHECK_ARG(dtype == LF_DTYPE_F32 || dtype == LF_DTYPE_BF16, "%s is %s, expected f32 or bf16", what, lf_dtype_name(dtype));
     return LF_OK;
@@ -225,7 +225,7 @@ static lf_status check_rows(const lf__loom_rows_args *a, uint32_t touched)
 {
     lf_status rc = check_shape(a->n, a->e, a->k);
     if (rc == LF_OK) rc = check_routing(&a->routing, a->n, touched | OFFSET);
-    if (rc == LF_OK) rc = check_dtype("dtype", a->dtype);
+    if (rc == LF_OK) rc = lf__loom_check_dtype("dtype", a->dtype);
     if (rc < 0) return rc;
     LF_CHECK_ARG(a->d >= 0 && (a->n == 0 || a->d <= INT64_MAX / 8 / a->k / a->n), "d is %lld features, expected 0 or more",
                  (long long)a->d);
@@ -236,7 +236,7 @@ static lf_status check_rows(const lf__loom_rows_args *a, uint32_t touched)
 static lf_status submit_rows(lf_device *device, lf_stream *stream, size_t which, uint32_t touched, const lf__loom_rows_args *a)
 {
     lf_status rc = check_rows(a, touched);
-    return rc < 0 ? rc : submit(device, stream, which, &(lf__loom_args){.rows = *a});
+    return rc < 0 ? rc : lf__loom_submit(device, stream, which, &(lf__loom_args){.rows = *a});
 }
 #define SUBMIT_ROWS(name, touched, ...)                                                                                 \
     LF_CHECK_ARG(routing, "routing is NULL");                                                                           \
@@ -367,7 +367,7 @@ static lf_status sweep(lf_map *map, lf_stream *stream, const lf_range *ranges, i
     job *j = NULL;
     int64_t n_blocks;
     lf_status rc = LF_OK;
-    LF_TRY(table_of(device, &table));
+    LF_TRY(lf__loom_table(device, &table));
     LF_TRY(take_job(&j, (size_t)n, 0));
     LF_TRY(fill_pieces(map, ranges, n, role, j, &n_blocks));
     if (role >= 0) LF_TRY(grow((void **)&j->partial, &j->partial_room, (size_t)n_blocks, sizeof *j->partial));
@@ -394,8 +394,8 @@ lf_status lf_loom_sumsq(lf_map *map, lf_stream *stream, const lf_range *ranges, 
 lf_status lf_loom_add(lf_device *device, lf_stream *stream, void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                       int64_t count, int32_t accumulate)
 {
-    lf_status rc = check_dtype("dst_dtype", dst_dtype);
-    if (rc == LF_OK) rc = check_dtype("src_dtype", src_dtype);
+    lf_status rc = lf__loom_check_dtype("dst_dtype", dst_dtype);
+    if (rc == LF_OK) rc = lf__loom_check_dtype("src_dtype", src_dtype);
     if (rc < 0) return rc;
     LF_CHECK_ARG(count >= 0 && (count == 0 || (dst && src)), "dst or src is NULL, or count is negative");
     return SUBMIT(add, .add = {dst, src, count, dst_dtype, src_dtype, accumulate});

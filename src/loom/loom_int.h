@@ -108,6 +108,15 @@ lf_status lf__loom_cpu_adamw(const lf__loom_call *call, const lf__loom_args *arg
 lf_status lf__loom_cpu_sumsq(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_add(const lf__loom_call *call, const lf__loom_args *args);
 
+/** The table of a device: LF_ERR_INVALID (NULL), LF_ERR_UNSUPPORTED. */
+lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table);
+/** Run or queue checked work that has no arrays of its own; `which` is the function's place in the table. */
+lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const lf__loom_args *args);
+#define LF_LOOM_SUBMIT(device, stream, name, ...) \
+    lf__loom_submit(device, stream, offsetof(lf__loom_kernels, name), &(lf__loom_args){__VA_ARGS__})
+/** LF_ERR_INVALID for what is neither F32 nor BF16. */
+lf_status lf__loom_check_dtype(const char *what, int32_t dtype);
+
 /** fn(user, from, to) over [0, n) in pieces worth a thread's while; `cost` is the work of one item in element operations.
  *  Small work stays on the calling thread. */
 typedef void (*lf__loom_span_fn)(const void *user, int64_t from, int64_t to);
