@@ -33,7 +33,7 @@ LF_API lf_status lf_loom_gumbel(lf_device *device, lf_stream *stream, const int6
                                 int32_t step, int32_t layer, float *noise);
 
 /** Where every token goes. All device memory, sized by the caller. Arrays that a call does not touch may be NULL:
- *  route writes all; its backward reads expert and weight, permute row and offset (and slot where given), the others slot, offset
+ *  route writes all; sort count, offset, row and slot; route's backward reads expert and weight, permute row and offset (and slot where given), the others slot, offset
  *  and weight
  *  (permute_backward no weight). */
 typedef struct lf_routing {
@@ -53,6 +53,11 @@ typedef struct lf_routing {
  *  0, and their slots come after offset[e].  @return LF_ERR_INVALID (e, k above e or LF_MAX_TOP_K, or temperature not above 0). */
 LF_API lf_status lf_loom_route(lf_device *device, lf_stream *stream, const float *logits, const float *noise,
                                const uint8_t *valid, int64_t n, int32_t e, int32_t k, float temperature, const lf_routing *out);
+/** Sort choices that were made elsewhere: fills count, offset, row and slot of `out` as lf_loom_route does and touches no other
+ *  array of it.  expert: (n, k) i32; what lies outside 0 to e - 1 (-1, say) is routed nowhere. A token may name an expert twice.
+ *  @return LF_ERR_INVALID (e, k above e or LF_MAX_TOP_K). */
+LF_API lf_status lf_loom_sort(lf_device *device, lf_stream *stream, const int32_t *expert, int64_t n, int32_t e, int32_t k,
+                              const lf_routing *out);
 /** Gradient of the gate weights to the logits: dweight (n, k) f32 -> dlogits (n, e) f32; zero for experts not chosen and
  *  tokens routed nowhere. */
 LF_API lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const float *dweight,

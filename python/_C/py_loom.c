@@ -34,6 +34,20 @@ static PyObject *loom_route(PyObject *self, PyObject *const *args, Py_ssize_t na
     return end_call(&c, rc);
 }
 
+/* loom_sort(device, stream, expert, n, e, k, routing) */
+static PyObject *loom_sort(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_sort", args, nargs, 7, 0) < 0) return NULL;
+    const int32_t *expert = next_ptr(&c.r);
+    const int64_t n = next_int(&c.r);
+    const int32_t e = next_i32(&c.r), k = next_i32(&c.r);
+    const lf_routing routing = next_routing(&c.r);
+    MAKE_CALL(lf_loom_sort(c.device, c.stream, expert, n, e, k, &routing));
+    return end_call(&c, rc);
+}
+
 /* loom_route_backward(device, stream, routing, dweight, n, e, k, temperature, dlogits) */
 static PyObject *loom_route_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -205,6 +219,7 @@ static PyObject *loom_set_threads(PyObject *self, PyObject *args)
 PyMethodDef lfpy_loom_methods[] = {
     FAST(loom_gumbel, "Gumbel noise by token: (device, stream, token, n, e, seed, step, layer, noise)."),
     FAST(loom_route, "Choose experts and sort: (device, stream, logits, noise, valid, n, e, k, temperature, routing)."),
+    FAST(loom_sort, "Sort given choices: (device, stream, expert, n, e, k, routing)."),
     FAST(loom_route_backward, "(device, stream, routing, dweight, n, e, k, temperature, dlogits)."),
     FAST(loom_permute, "Rows to their experts: (device, stream, routing, x, n, e, k, d, dtype, xs)."),
     FAST(loom_permute_backward, "(device, stream, routing, dxs, n, e, k, d, dtype, dx)."),

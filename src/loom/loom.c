@@ -199,6 +199,16 @@ lf_status lf_loom_route(lf_device *device, lf_stream *stream, const float *logit
                                    .routing = *out});
 }
 
+lf_status lf_loom_sort(lf_device *device, lf_stream *stream, const int32_t *expert, int64_t n, int32_t e, int32_t k,
+                       const lf_routing *out)
+{
+    lf_status rc = check_shape(n, e, k);
+    if (rc == LF_OK) rc = check_routing(out, n, ROW | SLOT | COUNT | OFFSET);
+    if (rc < 0) return rc;
+    LF_CHECK_ARG(n == 0 || expert, "expert is NULL");
+    return SUBMIT(sort, .route = {.given = expert, .n = n, .e = e, .k = k, .routing = *out});
+}
+
 lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const float *dweight, int64_t n,
                                  int32_t e, int32_t k, float temperature, float *dlogits)
 {

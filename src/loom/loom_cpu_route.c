@@ -79,13 +79,15 @@ static void route_span(const void *user, int64_t from, int64_t to)
     }
 }
 
-/* Counting sort, stable by token * k + choice; what is routed nowhere comes last. */
-static void sort_rows(const lf_routing *r, int64_t n_slots, int32_t e)
+static int32_t or_nowhere(int32_t expert, int32_t e) { return expert >= 0 && expert < e ? expert : e; }
+
+/* expert: (n_slots). Counting sort, stable by token * k + choice; what is routed nowhere comes last. */
+static void sort_rows(const int32_t *expert, const lf_routing *r, int64_t n_slots, int32_t e)
 {
     int32_t next[LF_MAX_EXPERTS + 1]; /* the next free row of an expert; [e]: of those routed nowhere */
     memset(r->count, 0, (size_t)e * sizeof *r->count);
     for (int64_t s = 0; s < n_slots; s++)
-        if (r->expert[s] >= 0) r->count[r->expert[s]]++;
+        if (or_nowhere(expert[s], e) < e) r->count[expert[s]]++;
     int32_t at = 0;
     for (int32_t j = 0; j < e; j++) {
         r->offset[j] = next[j] = at;
@@ -93,7 +95,7 @@ static void sort_rows(const lf_routing *r, int64_t n_slots, int32_t e)
     }
     r->offset[e] = next[e] = at;
     for (int64_t s = 0; s < n_slots; s++) {
-        int32_t row = next[r->expert[s] < 0 ? e : r->expert[s]]++;
+        int32_t row = next[or_nowhere(expert[s], e)]++;
         r->row[row] = (int32_t)s;
         r->slot[s] = row;
     }
@@ -104,7 +106,15 @@ lf_status lf__loom_cpu_route(const lf__loom_call *call, const lf__loom_args *arg
     (void)call;
     const lf__loom_route_args *a = &args->route;
     lf__loom_spans(a->n, (16 + a->k) * (int64_t)a->e, route_span, a);
-    sort_rows(&a->routing, a->n * a->k, a->e);
+    sort_rows(a->routing.expert, &a->routing, a->n * a->k, a->e);
+    return LF_OK;
+}
+
+lf_status lf__loom_cpu_sort(const lf__loom_call *call, const lf__loom_args *args)
+{
+    (void)call;
+    const lf__loom_route_args *a = &args->route;
+    sort_rows(a->given, &a->routing, a->n * a->k, a->e);
     return LF_OK;
 }
 

@@ -163,6 +163,7 @@ const lf__loom_kernels lf__loom_cpu = {
     .name = "cpu",
     .gumbel = lf__loom_cpu_gumbel,
     .route = lf__loom_cpu_route,
+    .sort = lf__loom_cpu_sort,
     .route_backward = lf__loom_cpu_route_backward,
     .permute = lf__loom_cpu_permute,
     .permute_backward = lf__loom_cpu_permute_backward,

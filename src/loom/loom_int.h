@@ -25,6 +25,7 @@ typedef struct lf__loom_gumbel_args {
 typedef struct lf__loom_route_args {
     const float *logits, *noise, *dweight;
     const uint8_t *valid;
+    const int32_t *given; /* sort only, which takes neither logits nor temperature */
     int64_t n;
     int32_t e, k;
     float temperature;
@@ -87,7 +88,7 @@ typedef lf_status (*lf__loom_fn)(const lf__loom_call *call, const lf__loom_args 
 typedef struct lf__loom_kernels {
     uint32_t size; /* sizeof(lf__loom_kernels) */
     const char *name;
-    lf__loom_fn gumbel, route, route_backward;
+    lf__loom_fn gumbel, route, sort, route_backward;
     lf__loom_fn permute, permute_backward, combine, combine_backward;
     lf__loom_fn adamw, sumsq, add;
 } lf__loom_kernels;
@@ -97,6 +98,7 @@ extern const lf__loom_kernels lf__loom_cpu;
 /* loom_cpu_route.c */
 lf_status lf__loom_cpu_gumbel(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_route(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_sort(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_route_backward(const lf__loom_call *call, const lf__loom_args *args);
 /* loom_cpu_rows.c */
 lf_status lf__loom_cpu_permute(const lf__loom_call *call, const lf__loom_args *args);

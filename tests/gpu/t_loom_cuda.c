@@ -133,6 +133,33 @@ TEST(cuda_route_matches_cpu)
     }
 }
 
+/* Ids of all kinds, the same expert twice: the CPU's bits, and no other array is touched. */
+TEST(cuda_sort_matches_cpu)
+{
+    set_up();
+    for (size_t i = 0; i < LF_COUNT(shapes); i++) {
+        problem p;
+        make_problem(&p, &shapes[i]);
+        const size_t slots = (size_t)(p.n * p.k), e = (size_t)p.e * 4;
+        int32_t *given = host(slots * 4);
+        for (size_t s = 0; s < slots; s++) {
+            static const int32_t nowhere[] = {-1, INT32_MIN, INT32_MAX};
+            const size_t which = lf__rng_below(&rng, 12);
+            given[s] = which < 3 ? nowhere[which] : (int32_t)lf__rng_below(&rng, (uint32_t)p.e + 1);
+            if (shapes[i].how & FAVOUR_ONE && which > 5) given[s] = p.e / 2;
+        }
+        CHECK_OK(lf_loom_sort(cpu, NULL, given, p.n, p.e, p.k, &p.want));
+        lf_routing r = new_routing(&p, true, 0xa5);
+        r.expert = NULL, r.weight = NULL, r.prob = NULL;
+        CHECK_OK(lf_loom_sort(gpu, next_stream(), up(given, slots * 4), p.n, p.e, p.k, &r));
+        check_bytes("count", r.count, p.want.count, e);
+        check_bytes("offset", r.offset, p.want.offset, e + 4);
+        check_bytes("row", r.row, p.want.row, slots * 4);
+        check_bytes("slot", r.slot, p.want.slot, slots * 4);
+        release();
+    }
+}
+
 static void check_same_routing(const problem *p, const lf_routing *a, const lf_routing *b)
 {
     const size_t slots = (size_t)(p->n * p->k) * 4, e = (size_t)p->e * 4, prob = (size_t)p->n * e;

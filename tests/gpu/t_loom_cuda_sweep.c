@@ -317,6 +317,7 @@ static lf_status queue_step(const step *s, lf_stream *on)
     lf_status rc;
     LF_TRY(lf_loom_gumbel(gpu, on, s->token, s->n, s->e, 1, 2, 3, s->noise));
     LF_TRY(lf_loom_route(gpu, on, s->logits, s->noise, NULL, s->n, s->e, s->k, 1, &s->r));
+    LF_TRY(lf_loom_sort(gpu, on, s->r.expert, s->n, s->e, s->k, &s->r)); /* the same again */
     LF_TRY(lf_loom_permute(gpu, on, &s->r, s->x, s->n, s->e, s->k, s->d, dtype, s->xs));
     LF_TRY(lf_loom_combine(gpu, on, &s->r, s->xs, s->n, s->e, s->k, s->d, dtype, s->y));
     LF_TRY(lf_loom_combine_backward(gpu, on, &s->r, s->xs, s->y, s->n, s->e, s->k, s->d, dtype, s->dxs, s->dweight));

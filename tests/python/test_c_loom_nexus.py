@@ -96,6 +96,19 @@ def test_layer_of_experts_matches_autograd(cpu):
     torch.testing.assert_close(dlogits, a.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_sort_takes_given_choices(cpu):
+    n, e, k = 33, 5, 3
+    expert = torch.randint(-1, e + 1, (n, k), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    r = Routing(n, e, k)
+    _C.loom_sort(cpu, 0, expert.data_ptr(), n, e, k, r.address)
+    inside = (expert >= 0) & (expert < e)
+    flat = torch.where(inside, expert, e).flatten()
+    assert torch.equal(r.row.long(), flat.argsort(stable=True))
+    assert torch.equal(r.slot.long()[r.row.long()], torch.arange(n * k))
+    assert torch.equal(r.count.long(), torch.bincount(flat, minlength=e + 1)[:e])
+    assert torch.equal(r.offset[1:].long(), r.count.long().cumsum(0)) and r.offset[0] == 0
+
+
 def test_adamw_is_torchs(cpu):
     torch.manual_seed(2)
     m = make_map(cpu, [("w", 5000, F32, 0)])

@@ -210,6 +210,31 @@ TEST(loom_route_same_bits_for_any_threads)
     }
 }
 
+/* Other choices than route makes: the same expert twice, ids out of range. Only the arrays named in the header are written. */
+TEST(loom_sort_sorts_given_choices)
+{
+    set_up();
+    for (size_t i = 0; i < LF_COUNT(shapes); i++) {
+        problem p;
+        make_problem(&p, shapes[i].n, shapes[i].e, shapes[i].k, shapes[i].how);
+        const size_t slots = (size_t)(p.n * p.k);
+        int32_t *given = poisoned(slots * 4, 0);
+        for (size_t s = 0; s < slots; s++) {
+            p.r.expert[s] = (int32_t)lf__rng_below(&rng, (uint32_t)p.e + 1) - 1; /* what check_rows expects */
+            static const int32_t nowhere[] = {-1, INT32_MIN, INT32_MAX};
+            const size_t which = lf__rng_below(&rng, 4);
+            given[s] = p.r.expert[s] >= 0 ? p.r.expert[s] : which < 3 ? nowhere[which] : p.e;
+        }
+        lf_routing r = p.r;
+        r.expert = NULL, r.weight = NULL, r.prob = NULL;
+        CHECK_OK(lf_loom_sort(cpu, i % 2 ? worker : NULL, given, p.n, p.e, p.k, &r));
+        CHECK_OK(lf_stream_sync(worker));
+        check_rows(&p);
+        lf__free(given);
+        free_problem(&p);
+    }
+}
+
 /* Through the full softmax, in doubles: another way than the kernel's. */
 TEST(loom_route_backward_matches_float64)
 {
@@ -484,6 +509,9 @@ TEST(loom_refuses_what_it_cannot_do)
     CHECK_STATUS(lf_loom_route(cpu, NULL, l, NULL, NULL, 4, 8, 2, (float)NAN, &p.r), LF_ERR_INVALID);
     CHECK_STATUS(lf_loom_route(cpu, NULL, NULL, NULL, NULL, 4, 8, 2, 1, &p.r), LF_ERR_INVALID);
     CHECK_STATUS(lf_loom_route(NULL, NULL, l, NULL, NULL, 4, 8, 2, 1, &p.r), LF_ERR_INVALID);
+    CHECK_STATUS(lf_loom_sort(cpu, NULL, p.r.expert, 4, 8, 9, &p.r), LF_ERR_INVALID);
+    CHECK_STATUS(lf_loom_sort(cpu, NULL, NULL, 4, 8, 2, &p.r), LF_ERR_INVALID);
+    CHECK_HAS(lf_error_text(), "expert is NULL");
     CHECK_STATUS(lf_loom_permute(cpu, NULL, &p.r, l, 4, 8, 2, 8, LF_DTYPE_F16, p.logits), LF_ERR_INVALID);
     CHECK_HAS(lf_error_text(), "f16");
     CHECK_STATUS(lf_loom_permute(cpu, NULL, NULL, l, 4, 8, 2, 8, LF_DTYPE_F32, p.logits), LF_ERR_INVALID);

@@ -137,6 +137,7 @@ const lf__loom_kernels lf__loom_cuda = {
     .name = "cuda",
     .gumbel = lf__loom_cuda_gumbel,
     .route = lf__loom_cuda_route,
+    .sort = lf__loom_cuda_sort,
     .route_backward = lf__loom_cuda_route_backward,
     .permute = lf__loom_cuda_permute,
     .permute_backward = lf__loom_cuda_permute_backward,

@@ -166,6 +166,21 @@ __global__ void __launch_bounds__(THREADS) loom_route_choose(const lf__loom_rout
 
 /* ---- sorting --------------------------------------------------------------------------------------------------------- */
 
+__device__ __forceinline__ int32_t or_nowhere(int32_t expert, int32_t e) { return expert >= 0 && expert < e ? expert : e; }
+
+/* expert: (n, k) chosen elsewhere; counts as loom_route_choose leaves them. */
+__global__ void __launch_bounds__(THREADS)
+    loom_sort_count(const int32_t *expert, int64_t n, int32_t e, int32_t k, int32_t chunk, int32_t *counts)
+{
+    __shared__ int32_t count[LF_MAX_EXPERTS + 1];
+    for (int32_t x = threadIdx.x; x <= e; x += THREADS) count[x] = 0;
+    __syncthreads();
+    const int64_t from = (int64_t)blockIdx.x * chunk * k, to = min(from + (int64_t)chunk * k, n * k);
+    for (int64_t s = from + threadIdx.x; s < to; s += THREADS) atomicAdd(&count[or_nowhere(expert[s], e)], 1);
+    __syncthreads();
+    for (int32_t x = threadIdx.x; x <= e; x += THREADS) counts[(int64_t)x * gridDim.x + blockIdx.x] = count[x];
+}
+
 /* counts: (e + 1, n_chunks). next[x]: slots of x in chunks before this block's; total[x]: in all. A warp takes a row. */
 __device__ __forceinline__ void sum_chunks(const int32_t *counts, int32_t e, int32_t *next, int32_t *total)
 {
@@ -219,7 +234,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int64_t base = from; base < to; base += THREADS) {
         const int64_t s = base + threadIdx.x;
         int32_t x = -1;
-        if (s < to) x = r.expert[s] < 0 ? e : r.expert[s];
+        if (s < to) x = or_nowhere(r.expert[s], e);
         const uint32_t peers = __match_any_sync(~0u, x);
         const int32_t rank = __popc(peers & ((1u << threadIdx.x % 32) - 1));
         if (x >= 0 && rank == 0) equals[warp][x] = __popc(peers);
@@ -277,6 +292,25 @@ lf_status lf__loom_cuda_route(const lf__loom_call *call, const lf__loom_args *ar
     else if (a->e <= 64) rc = route<32, 2>(call, a);
     else if (a->e <= 128) rc = route<32, 4>(call, a);
     else rc = route<32, 8>(call, a);
+    return lf__loom_cuda_leave(call, before, rc, "loom_route_sort");
+}
+
+lf_status lf__loom_cuda_sort(const lf__loom_call *call, const lf__loom_args *args)
+{
+    const lf__loom_route_args *a = &args->route;
+    const int before = lf__loom_cuda_enter(call);
+    const cudaStream_t stream = (cudaStream_t)call->stream;
+    const int32_t chunk = a->n ? chunk_of(a->n, a->e, 8) : 1;
+    const unsigned n_chunks = a->n ? blocks_for(a->n, chunk) : 1;
+    lf_routing r = a->routing;
+    r.expert = const_cast<int32_t *>(a->given); /* the kernel reads it */
+    void *counts = NULL;
+    lf_status rc = lf__loom_cuda_scratch(call, &counts);
+    if (rc == LF_OK) {
+        loom_sort_count<<<n_chunks, THREADS, 0, stream>>>(a->given, a->n, a->e, a->k, chunk, (int32_t *)counts);
+        rc = lf__cuda_launched("loom_sort_count", stream, 0);
+    }
+    if (rc == LF_OK) loom_route_sort<<<n_chunks, THREADS, 0, stream>>>(r, a->n, a->e, a->k, chunk, (const int32_t *)counts);
     return lf__loom_cuda_leave(call, before, rc, "loom_route_sort");
 }
 
