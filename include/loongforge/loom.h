@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file loom.h  ExpertLoom: routing, row permutation, and the optimizer sweep.
+/** @file loom.h  ExpertLoom: routing, row permutation, norms, the loss, and the optimizer sweep.
  *
  *  All pointers are device memory of `device`; work is queued on `stream` (NULL: done on return). Shapes use n tokens,
  *  e experts, k choices a token, d features. Every output element is written; reruns give the same bits for any number of
@@ -79,6 +79,52 @@ LF_API lf_status lf_loom_combine(lf_device *device, lf_stream *stream, const lf_
 LF_API lf_status lf_loom_combine_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *ys,
                                           const void *dy, int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype, void *dys,
                                           float *dweight);
+
+/* ---- norms ----------------------------------------------------------------------------------------------------------- */
+
+/** Residual and RMSNorm (Zhang & Sennrich, NeurIPS 2019) in one pass: s = x + y rounded to dtype, then of that rounded s
+ *  rstd = 1 / sqrt(mean(s^2) + eps) and normed = s * rstd * weight, in f32, rounded once.
+ *  x, y, sum, normed: (n, d) of dtype; weight: (d) f32; rstd: (n) f32.
+ *  @param y NULL: s = x, and `sum` is not written.  @param[out] sum s, for the backward and the next residual.
+ *  @return LF_ERR_INVALID (also: eps negative or not finite; n above INT32_MAX). */
+LF_API lf_status lf_loom_add_norm(lf_device *device, lf_stream *stream, const void *x, const void *y, const float *weight,
+                                  float eps, int64_t n, int64_t d, int32_t dtype, void *sum, void *normed, float *rstd);
+/** The same with the experts' combine in front: s[t] = x[t] + sum over c of weight[t, c] * ys[slot[t k + c]], the sum as in
+ *  lf_loom_combine (which need not be called), rounded once. Its backward: lf_loom_add_norm_backward, then
+ *  lf_loom_combine_backward with dy = dx.
+ *  ys: (n k, d); x, sum, normed: (n, d) of dtype; norm_weight: (d) f32; rstd: (n) f32. */
+LF_API lf_status lf_loom_combine_add_norm(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *ys,
+                                          int64_t n, int32_t e, int32_t k, int64_t d, int32_t dtype, const void *x,
+                                          const float *norm_weight, float eps, void *sum, void *normed, float *rstd);
+/** Bytes of workspace that lf_loom_add_norm_backward needs on any device: at most 2 KiB a feature. 0 where n or d is not above
+ *  0. */
+LF_API int64_t lf_loom_add_norm_workspace(int64_t n, int64_t d);
+/** Backward of both: dx = dsum + the gradient through the norm, the gradient of x and of y (or of the combined rows) alike;
+ *  dweight = or += the sum over rows of dnormed * sum * rstd.
+ *  sum, dsum, dnormed, dx: (n, d) of dtype; weight, dweight: (d) f32; rstd: (n) f32, of the forward.
+ *  @param sum s of the forward: x where y was NULL.  @param dsum the gradient that reaches s otherwise; NULL: none.
+ *  @param dx may be dsum or dnormed itself.  @param workspace device memory, 16-byte aligned; its contents do not matter and
+ *  belong to this call until the stream has done the work.  dweight's order of summation depends on n, d and the device. */
+LF_API lf_status lf_loom_add_norm_backward(lf_device *device, lf_stream *stream, const void *sum, const float *weight,
+                                           const float *rstd, const void *dsum, const void *dnormed, int64_t n, int64_t d,
+                                           int32_t dtype, void *dx, float *dweight, int32_t accumulate, void *workspace);
+
+/* ---- loss ------------------------------------------------------------------------------------------------------------ */
+
+/** Cross-entropy: row_loss[i] = log(sum over j of exp(logits[i, j])) - logits[i, target[i]], shifted by the row's maximum, f32;
+ *  loss_sum = or += the sum of row_loss in double precision and a fixed order. With `backward` the logits become the gradient
+ *  of that sum, softmax - onehot(target), rounded to dtype: a factor (1 / rows, a scaled loss) is applied later.
+ *  logits: (n, v) of dtype, rows ld elements apart (the elements between are not touched); target: (n) i64; row_loss: (n) f32;
+ *  loss_sum: one f64 in device memory.
+ *  A negative target is ignored: loss 0, gradient 0. A target of v or more cannot be refused, since it is read when the work
+ *  runs: its loss and its gradient are NaN, nothing outside the row is touched.
+ *  @param accumulate 1: add to loss_sum; 0: write it, 0 for no rows.
+ *  @return LF_ERR_INVALID (also: v below 1, ld below v, n above INT32_MAX). */
+LF_API lf_status lf_loom_cross_entropy(lf_device *device, lf_stream *stream, void *logits, const int64_t *target, int64_t n,
+                                       int64_t v, int64_t ld, int32_t dtype, float *row_loss, double *loss_sum,
+                                       int32_t accumulate, int32_t backward);
+
+/* ---- optimizer sweep ------------------------------------------------------------------------------------------------- */
 
 /** AdamW (Loshchilov & Hutter, 2019) with PyTorch's order of operations. Read from device memory when the work runs, so a
  *  captured graph obeys new values. Filled by lf_adamw_init: the derived fields are rounded once from double precision, which

@@ -151,7 +151,15 @@ static lf_status check_shape(int64_t n, int32_t e, int32_t k)
 }
 
 /* The arrays that a call touches; the others may be NULL. count and offset exist also for no tokens. */
-enum { EXPERT = 1, WEIGHT = 2, PROB = 4, ROW = 8, SLOT = 16, COUNT = 32, OFFSET = 64 };
+enum {
+    EXPERT = LF_LOOM_EXPERT,
+    WEIGHT = LF_LOOM_WEIGHT,
+    PROB = LF_LOOM_PROB,
+    ROW = LF_LOOM_ROW,
+    SLOT = LF_LOOM_SLOT,
+    COUNT = 32,
+    OFFSET = 64
+};
 
 static lf_status check_routing(const lf_routing *r, int64_t n, uint32_t touched)
 {
@@ -231,7 +239,7 @@ lf_status lf__loom_check_dtype(const char *what, int32_t dtype)
     return LF_OK;
 }
 
-static lf_status check_rows(const lf__loom_rows_args *a, uint32_t touched)
+lf_status lf__loom_check_rows(const lf__loom_rows_args *a, uint32_t touched)
 {
     lf_status rc = check_shape(a->n, a->e, a->k);
     if (rc == LF_OK) rc = check_routing(&a->routing, a->n, touched | OFFSET);
@@ -245,7 +253,7 @@ static lf_status check_rows(const lf__loom_rows_args *a, uint32_t touched)
 
 static lf_status submit_rows(lf_device *device, lf_stream *stream, size_t which, uint32_t touched, const lf__loom_rows_args *a)
 {
-    lf_status rc = check_rows(a, touched);
+    lf_status rc = lf__loom_check_rows(a, touched);
     return rc < 0 ? rc : lf__loom_submit(device, stream, which, &(lf__loom_args){.rows = *a});
 }
 #define SUBMIT_ROWS(name, touched, ...)                                                                                 \

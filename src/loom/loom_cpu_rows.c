@@ -36,21 +36,26 @@ lf_status lf__loom_cpu_permute(const lf__loom_call *call, const lf__loom_args *a
     return LF_OK;
 }
 
-/* out[t] = sum over c of scale[t, c] * a[slot], scale 1 when `scale` is NULL. */
+void lf__loom_gather(const lf__loom_rows_args *a, const float *scale, int64_t token, int64_t at, int64_t n, float *sum)
+{
+    float row[LF_LOOM_TILE];
+    memset(sum, 0, (size_t)n * sizeof *sum);
+    for (int32_t c = 0; c < a->k; c++) {
+        const int64_t r = slot_of(a, token, c);
+        if (r < 0) continue;
+        const float *x = lf__loom_load(a->dtype, row_of(a->a, r, a), at, n, row);
+        const float w = scale ? scale[token * a->k + c] : 1;
+        for (int64_t i = 0; i < n; i++) sum[i] += w * x[i];
+    }
+}
+
 static void gather_sum(const lf__loom_rows_args *a, const float *scale, int64_t token)
 {
-    float sum[LF_LOOM_TILE], row[LF_LOOM_TILE];
+    float sum[LF_LOOM_TILE];
     char *out = (char *)a->out + token * a->d * (int64_t)lf_dtype_bytes(a->dtype);
     for (int64_t at = 0; at < a->d; at += LF_LOOM_TILE) {
         const int64_t n = a->d - at < LF_LOOM_TILE ? a->d - at : LF_LOOM_TILE;
-        memset(sum, 0, (size_t)n * sizeof *sum);
-        for (int32_t c = 0; c < a->k; c++) {
-            const int64_t r = slot_of(a, token, c);
-            if (r < 0) continue;
-            const float *x = lf__loom_load(a->dtype, row_of(a->a, r, a), at, n, row);
-            const float w = scale ? scale[token * a->k + c] : 1;
-            for (int64_t i = 0; i < n; i++) sum[i] += w * x[i];
-        }
+        lf__loom_gather(a, scale, token, at, n, sum);
         lf__loom_store(a->dtype, out, at, n, sum);
     }
 }
@@ -82,37 +87,20 @@ lf_status lf__loom_cpu_combine(const lf__loom_call *call, const lf__loom_args *a
     return LF_OK;
 }
 
-/* acc[i % LANES] += x[i] y[i]: lanes in the source, so that the order of summation is fixed and the loop still vectorises. */
-enum { LANES = 16 };
-static void dot_add(const float *x, const float *y, int64_t n, float acc[LANES])
-{
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int32_t j = 0; j < LANES; j++) acc[j] += x[i + j] * y[i + j];
-    for (int32_t j = 0; i + j < n; j++) acc[j] += x[i + j] * y[i + j];
-}
-
-static float sum_lanes(float acc[LANES])
-{
-    for (int32_t half = LANES / 2; half > 0; half /= 2)
-        for (int32_t j = 0; j < half; j++) acc[j] += acc[j + half];
-    return acc[0];
-}
-
 /* One token and choice: dys[r] = w dy[t], returns <ys[r], dy[t]>. */
 static float combine_backward_row(const lf__loom_rows_args *a, int64_t token, int64_t r, float w)
 {
-    float acc[LANES] = {0}, ys_tile[LF_LOOM_TILE], dy_tile[LF_LOOM_TILE], dys[LF_LOOM_TILE];
+    float acc[LF_LOOM_LANES] = {0}, ys_tile[LF_LOOM_TILE], dy_tile[LF_LOOM_TILE], dys[LF_LOOM_TILE];
     char *out = (char *)a->out + r * a->d * (int64_t)lf_dtype_bytes(a->dtype);
     for (int64_t at = 0; at < a->d; at += LF_LOOM_TILE) {
         const int64_t n = a->d - at < LF_LOOM_TILE ? a->d - at : LF_LOOM_TILE;
         const float *ys = lf__loom_load(a->dtype, row_of(a->a, r, a), at, n, ys_tile);
         const float *dy = lf__loom_load(a->dtype, row_of(a->b, token, a), at, n, dy_tile);
-        dot_add(ys, dy, n, acc);
+        lf__loom_dot(ys, dy, n, acc);
         for (int64_t i = 0; i < n; i++) dys[i] = w * dy[i];
         lf__loom_store(a->dtype, out, at, n, dys);
     }
-    return sum_lanes(acc);
+    return lf__loom_sum_lanes(acc);
 }
 
 static void combine_backward_span(const void *user, int64_t from, int64_t to)

@@ -172,4 +172,8 @@ const lf__loom_kernels lf__loom_cpu = {
     .adamw = lf__loom_cpu_adamw,
     .sumsq = lf__loom_cpu_sumsq,
     .add = lf__loom_cpu_add,
+    .add_norm = lf__loom_cpu_add_norm,
+    .combine_add_norm = lf__loom_cpu_combine_add_norm,
+    .add_norm_backward = lf__loom_cpu_add_norm_backward,
+    .cross_entropy = lf__loom_cpu_cross_entropy,
 };

@@ -11,8 +11,9 @@
 #include "loongforge/loom.h"
 
 enum {
-    LF_LOOM_BLOCK = 16384, /* elements of a sweep that are one unit of work and of summation */
-    LF_LOOM_TILE = 1024,   /* elements that are converted at once; a few tiles fit the first cache */
+    LF_LOOM_BLOCK = 16384,    /* elements of a sweep that are one unit of work and of summation */
+    LF_LOOM_TILE = 1024,      /* elements that are converted at once; a few tiles fit the first cache */
+    LF_LOOM_NORM_PARTS = 512, /* at most so many partial sums of a norm's dweight, (d) f32 each */
 };
 
 typedef struct lf__loom_gumbel_args {
@@ -68,12 +69,43 @@ typedef struct lf__loom_add_args {
     int32_t dst_dtype, src_dtype, accumulate;
 } lf__loom_add_args;
 
+/* add_norm: a = y or NULL, out = sum. combine_add_norm: a = ys, routing. n, d and dtype are in `rows`. */
+typedef struct lf__loom_norm_args {
+    lf__loom_rows_args rows;
+    const void *x;
+    const float *weight;
+    float eps;
+    void *normed;
+    float *rstd;
+} lf__loom_norm_args;
+
+typedef struct lf__loom_norm_backward_args {
+    const void *sum, *dsum, *dnormed;
+    const float *weight, *rstd;
+    int64_t n, d;
+    void *dx;
+    float *dweight, *partial; /* partial: (LF_LOOM_NORM_PARTS or n, d) */
+    int32_t dtype, accumulate;
+} lf__loom_norm_backward_args;
+
+typedef struct lf__loom_loss_args {
+    void *logits;
+    const int64_t *target;
+    int64_t n, v, ld;
+    float *row_loss;
+    double *loss_sum;
+    int32_t dtype, accumulate, backward;
+} lf__loom_loss_args;
+
 typedef union lf__loom_args {
     lf__loom_gumbel_args gumbel;
     lf__loom_route_args route;
     lf__loom_rows_args rows;
     lf__loom_sweep_args sweep;
     lf__loom_add_args add;
+    lf__loom_norm_args norm;
+    lf__loom_norm_backward_args norm_backward;
+    lf__loom_loss_args loss;
 } lf__loom_args;
 
 /* Where to run. The CPU's kernels ignore it. */
@@ -91,6 +123,7 @@ typedef struct lf__loom_kernels {
     lf__loom_fn gumbel, route, sort, route_backward;
     lf__loom_fn permute, permute_backward, combine, combine_backward;
     lf__loom_fn adamw, sumsq, add;
+    lf__loom_fn add_norm, combine_add_norm, add_norm_backward, cross_entropy;
 } lf__loom_kernels;
 
 extern const lf__loom_kernels lf__loom_cpu;
@@ -109,6 +142,11 @@ lf_status lf__loom_cpu_combine_backward(const lf__loom_call *call, const lf__loo
 lf_status lf__loom_cpu_adamw(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_sumsq(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_add(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cpu_dense.c */
+lf_status lf__loom_cpu_add_norm(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_combine_add_norm(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_add_norm_backward(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_cross_entropy(const lf__loom_call *call, const lf__loom_args *args);
 
 /** The table of a device: LF_ERR_INVALID (NULL), LF_ERR_UNSUPPORTED. */
 lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table);
@@ -116,6 +154,9 @@ lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table);
 lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const lf__loom_args *args);
 #define LF_LOOM_SUBMIT(device, stream, name, ...) \
     lf__loom_submit(device, stream, offsetof(lf__loom_kernels, name), &(lf__loom_args){__VA_ARGS__})
+/** Arguments of an operation on routed rows: shape, dtype, and of the routing offset and the arrays in `touched`. */
+enum { LF_LOOM_EXPERT = 1, LF_LOOM_WEIGHT = 2, LF_LOOM_PROB = 4, LF_LOOM_ROW = 8, LF_LOOM_SLOT = 16 };
+lf_status lf__loom_check_rows(const lf__loom_rows_args *args, uint32_t touched);
 /** LF_ERR_INVALID for what is neither F32 nor BF16. */
 lf_status lf__loom_check_dtype(const char *what, int32_t dtype);
 
