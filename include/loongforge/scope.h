@@ -70,6 +70,7 @@ typedef struct lf_train_options {
     int64_t steps;
     int32_t batch_size; /* global, over all ranks and micro steps */
     int32_t micro_steps;
+    int32_t capture; /* 1: whole-step CUDA graph */
     int32_t threads; /* compute threads; 0: one a core */
     double lr, min_lr_ratio, weight_decay, beta1, beta2, eps, clip;
     int64_t warmup_steps;

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
 from .streams import DTYPES, device_of, stream_of
+from .tree import TreeWatch
 
 WEIGHT, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = range(5)
 ROLE_NAMES = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
@@ -180,6 +181,7 @@ class ParameterMap:
         self.optimizer = None  # the AdamW over this map, once there is one
         self.handle, self.blocks = self._build()
         self._by_param = {id(b.param): b for b in self.blocks}
+        self._watch = TreeWatch(self.model, self.blocks)
         self._hook_module()
         model.__dict__["_loongforge_map"] = _Owner(self)
         _maps.add(self)
@@ -291,6 +293,7 @@ class ParameterMap:
                     b.param.grad = b.grad
         self.handle, self.blocks = handle, blocks
         self._by_param = {id(b.param): b for b in blocks}
+        self._watch = TreeWatch(self.model, self.blocks)
         for told in list(self._replanned):
             told()
 
@@ -360,8 +363,28 @@ class ParameterMap:
         b.starts += same or not b.has_grad
         b.param.grad = b.grad if same else None
 
+    def begin_write(self, blocks) -> bool:
+        """For direct writers (fused backward passes), before they write these blocks' gradients. -> whether they must add"""
+        held = [self.holds_gradient(b) for b in blocks]
+        if not any(held):
+            return False
+        for b, holds in zip(blocks, held):
+            if not holds:
+                b.grad.zero_()
+            elif b.grad.dtype == b.param.dtype:
+                self._adopt_user_gradient(b)
+        return True
+
+    def end_write(self, blocks, added: bool) -> None:
+        """These blocks' gradients are queued: `.grad` is their view where it can be, and they are announced."""
+        for b in blocks:
+            b.starts += not added
+            if b.grad.dtype == b.param.dtype:
+                b.param.grad = b.grad
+            self.announce(b)
+
     def announce(self, b: _Block) -> None:
-        """The block's gradient is in the map. Direct writers (fused backward passes) call this themselves."""
+        """The block's gradient is in the map. Direct writers: begin_write, end_write."""
         b.has_grad = True
         if self._defer:
             return
@@ -428,6 +451,11 @@ class ParameterMap:
 
     def check(self) -> None:
         """Every parameter is still the model's, in its place and as trainable as planned; otherwise an error names it."""
+        if not self._watch.is_undisturbed():
+            self._find_disturbance()
+            self._watch = TreeWatch(self.model, self.blocks)  # modules came or went, no parameter did
+
+    def _find_disturbance(self) -> None:
         now = dict(self.model.named_parameters(remove_duplicate=False))
         known = {name for b in self.blocks for name in b.names}
         added = next((name for name in now if name not in known), None)
@@ -546,9 +574,14 @@ class ParameterMap:
 
     # ---- for people -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def bytes(self) -> int:
+        """Device memory of all planes."""
+        return _C.map_bytes(self.handle)
+
     def describe(self) -> str:
         """A few lines: classes, pools and groups with their sizes."""
-        lines = [f"map of {len(self.blocks)} parameters, {_C.map_bytes(self.handle) / 2**20:.1f} MiB on {self.torch_device}"]
+        lines = [f"map of {len(self.blocks)} parameters, {self.bytes / 2**20:.1f} MiB on {self.torch_device}"]
         for name, ranges in _C.map_groups(self.handle).items():
             lines.append(f"  group {name:6} {sum(r[2] for r in ranges):>12,} elements in {len(ranges)} ranges")
         return "\n".join(lines)

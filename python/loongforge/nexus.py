@@ -93,10 +93,11 @@ class NexusSync:
         self.ignored_environment = check_environment()
         self._open()
         self.broadcast_state()
-        self.map.on_gradient(self._ready)
-        self.map.on_backward_end(self._finish)
+        if self.world > 1:  # alone there is nothing to move, and a captured step wants no call into the transport
+            self.map.on_gradient(self._ready)
+            self.map.on_backward_end(self._finish)
+            self.map.on_abort(self._abort)
         self.map.on_replan(self._reopen)
-        self.map.on_abort(self._abort)
         _syncs.add(self)
 
     def _open(self) -> None:
@@ -110,12 +111,10 @@ class NexusSync:
         self._open()
 
     def _abort(self) -> None:
-        """A backward pass raised before its end. One rank starts afresh; several cannot agree any more on what was reduced."""
-        if self.world > 1:
-            raise RuntimeError(
-                "a backward pass failed before its gradients were reduced, so the ranks disagree; hint: restart from a checkpoint"
-            )
-        self._reopen()
+        """A backward pass raised before its end: the ranks cannot agree any more on what was reduced."""
+        raise RuntimeError(
+            "a backward pass failed before its gradients were reduced, so the ranks disagree; hint: restart from a checkpoint"
+        )
 
     def _ready(self, block) -> None:
         if self._is_reduced(block):

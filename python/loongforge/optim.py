@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 
 from . import _C
 from .mapping import EXP_AVG, EXP_AVG_SQ, GRAD, ParameterMap
 from .streams import stream_of
+
+
+class Sweep(NamedTuple):
+    """Blocks that share a param group and a step count: one row of hyper-parameters on the device."""
+
+    group: dict
+    step: torch.Tensor  # () f32 on the host; the same tensor is `state[p]["step"]` of all of them
+    blocks: list
+    ranges: list
 
 
 class AdamW(torch.optim.Optimizer):
@@ -35,33 +43,34 @@ class AdamW(torch.optim.Optimizer):
             if not ok:
                 raise ValueError(f"{what} is {value}, expected {expected}")
         self.map = map
-        self.grad_scale = 1.0  # multiplied into the coming step's gradients, before clipping; 1 again after the step
-        self._clip = 1.0
-        self._sweeps: dict = {}
+        self.grad_scale = 1.0  # a number or a () tensor, multiplied into the coming step's gradients; 1 again after it
+        self.norm: torch.Tensor | None = None  # of the last clip_grad_norm_ or grad_norm
+        self._max_norm: float | None = None
+        self._covers: dict = {}
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._bind_state()
         map.on_replan(self._bind_state)
         map.optimizer = self
-        # One step's values: filled on the host, read by the sweep where it runs.
-        self._values = torch.zeros(_C.loom_adamw_bytes(), dtype=torch.uint8)
-        self._hyper = torch.zeros_like(self._values, device=map.torch_device)
+        self._numbers: dict = {}  # sweeps of a step -> its rows, filled on the host, read by the sweep where it runs
         self._sumsq = torch.zeros(1, dtype=torch.float64, device=map.torch_device)
 
     def add_param_group(self, param_group) -> None:
         super().add_param_group(param_group)
-        if hasattr(self, "_hyper"):  # not while torch's constructor adds the first ones
+        if hasattr(self, "_numbers"):  # not while torch's constructor adds the first ones
             self._bind_state()
 
     def _bind_state(self) -> None:
-        """Moments are views of the map; step counts are tensors, as torch has them."""
-        self._sweeps.clear()
+        """Moments are views of the map; step counts are tensors, as torch has them, shared by blocks that count alike."""
+        self._covers.clear()
+        shared: dict = {}
         for group in self.param_groups:
             for p in group["params"]:
                 block = self.map.block_of(p)
                 if block is None or block.grad is None:
                     raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trainable on the map")
                 state = self.state[p]
-                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                step = float(state.get("step", 0.0))
+                state["step"] = shared.setdefault((id(group), step), torch.tensor(step))
                 state["exp_avg"] = self.map.tensor(block, EXP_AVG)
                 state["exp_avg_sq"] = self.map.tensor(block, EXP_AVG_SQ)
 
@@ -85,33 +94,41 @@ class AdamW(torch.optim.Optimizer):
                     own[key].copy_(given[key])
                 else:
                     own[key].zero_()
-            own["step"] = torch.as_tensor(given.get("step", 0.0), dtype=torch.float32).clone()
+            own["step"] = torch.as_tensor(given.get("step", 0.0), dtype=torch.float32)
+        self._bind_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.map.zero_grad(set_to_none, self._blocks())
 
     def _ranges(self, blocks):
         key = tuple(b.index for b in blocks)
-        if key not in self._sweeps:
-            if len(self._sweeps) > 64:
-                self._sweeps.clear()
-            self._sweeps[key] = _C.map_cover(self.map.handle, key)
-        return self._sweeps[key]
+        if key not in self._covers:
+            if len(self._covers) > 64:
+                self._covers.clear()
+            self._covers[key] = _C.map_cover(self.map.handle, key)
+        return self._covers[key]
 
-    def grad_norm(self) -> float:
-        """2-norm of this optimizer's gradients times grad_scale, summed in double precision and a fixed order."""
+    @property
+    def _stream(self) -> int:
+        return stream_of(self.map.torch_device)
+
+    def grad_norm(self) -> torch.Tensor:
+        """() f64 on the map's device: 2-norm of this optimizer's gradients times grad_scale, summed in double precision and a
+        fixed order. Nothing waits for it until it is read."""
         own = {id(b) for b in self._blocks()}
         blocks = [b for b in self.map.gradients_present() if id(b) in own]
-        if not blocks:
-            return 0.0
-        _C.loom_sumsq(self.map.handle, stream_of(self.map.torch_device), self._ranges(blocks), GRAD, self._sumsq.data_ptr())
-        return self.grad_scale * math.sqrt(self._sumsq.item())
+        _C.loom_sumsq(self.map.handle, self._stream, self._ranges(blocks), GRAD, self._sumsq.data_ptr())
+        self.norm = self._sumsq[0].sqrt() * self.grad_scale
+        return self.norm
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the coming step's gradients so that their norm is at most max_norm; gradients themselves stay. -> the norm"""
-        norm = self.grad_norm()
-        self._clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
-        return norm
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the coming step's gradients so that their norm is at most max_norm; gradients themselves stay. -> grad_norm()
+
+        Where the norm is not finite the coming step writes nothing: weights and moments stay as they are."""
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm is {max_norm}, expected 0 (no limit) or more")
+        self._max_norm = max_norm
+        return self.grad_norm()
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -121,34 +138,85 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self.map.check()
         self.map.take_edits()
+        sweeps = self.plan()
+        self.advance(sweeps)
+        self.apply(sweeps)
+        self.finish(sweeps)
+        return loss
+
+    # A step in parts: a captured step plans once, then advances, replays what `apply` queued, and finishes.
+
+    def plan(self) -> list[Sweep]:
+        """What the gradients that are present ask for."""
         ready = {id(b.param): b for b in self.map.gradients_present()}
-        written = []
-        for group in self.param_groups:
-            by_step = defaultdict(list)
-            for p in group["params"]:
-                if id(p) in ready:
-                    self.state[p]["step"] += 1
-                    by_step[int(self.state[p]["step"])].append(ready[id(p)])
-            for step, blocks in by_step.items():
-                self._sweep(group, step, blocks)
-                written += blocks
-        self.grad_scale = self._clip = 1.0
+        return [sweep for group in self.param_groups for sweep in self._plan_group(group, ready)]
+
+    def _plan_group(self, group, ready) -> list[Sweep]:
+        counted: dict = {}  # identity of a step count -> everyone who shares it, and who of them takes part
+        for p in group["params"]:
+            step = self.state[p]["step"]
+            sharing, present = counted.setdefault(id(step), (step, [], []))[1:]
+            sharing.append(p)
+            if id(p) in ready:
+                present.append(ready[id(p)])
+        together: dict = {}
+        for step, sharing, present in counted.values():
+            if not present:
+                continue
+            if len(present) < len(sharing):  # some stay behind: those who go on count for themselves
+                step = step.clone()
+            step = together.setdefault(float(step), (step, []))[0]
+            for b in present:
+                self.state[b.param]["step"] = step
+            together[float(step)][1].extend(present)
+        return [Sweep(group, step, blocks, self._ranges(blocks)) for step, blocks in together.values()]
+
+    def _rows(self, n_sweeps: int):
+        """Numbers of a step with so many sweeps, on the host and on the device. They stay: a captured step reads them there."""
+        if n_sweeps not in self._numbers:
+            device = self.map.torch_device
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"the captured step has {n_sweeps} sweeps, no step before it had; hint: more warm-up steps")
+            values = torch.zeros(n_sweeps, _C.loom_adamw_bytes(), dtype=torch.uint8)
+            self._numbers[n_sweeps] = values, torch.zeros_like(values, device=device)
+        return self._numbers[n_sweeps]
+
+    def advance(self, sweeps) -> None:
+        """Count the step and bring its numbers to the device."""
+        values, hyper = self._rows(len(sweeps))
+        by_tensor = isinstance(self.grad_scale, torch.Tensor)
+        for row, (group, step, _, _) in zip(values, sweeps):
+            step += 1
+            _C.loom_adamw_init(
+                row.data_ptr(),
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                int(step),
+                1.0 if by_tensor else self.grad_scale,
+            )
+        # From pageable memory: CUDA has taken the values when the call returns, so the next step may overwrite them.
+        hyper.copy_(values, non_blocking=True)
+
+    def apply(self, sweeps) -> None:
+        """Queue the device's part; nothing of it depends on the host's values of this step."""
+        hyper = self._rows(len(sweeps))[1]
+        if isinstance(self.grad_scale, torch.Tensor):
+            hyper.view(torch.float32)[:, -1:].mul_(self.grad_scale)
+        if self._max_norm is not None and sweeps:
+            factor = torch.ones_like(self.norm)
+            if self._max_norm > 0:
+                factor = (self._max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+            factor = torch.where(self.norm.isfinite(), factor, torch.nan)
+            hyper.view(torch.float32)[:, -1:].mul_(factor.float())
+        for row, sweep in enumerate(sweeps):
+            _C.loom_adamw(self.map.handle, self._stream, sweep.ranges, hyper[row].data_ptr())
+
+    def finish(self, sweeps) -> None:
+        """The step is queued: saved graphs must notice the new weights, gradients are used up."""
+        self.grad_scale, self._max_norm = 1.0, None
+        written = [b for sweep in sweeps for b in sweep.blocks]
         if written:
             self.map.weights_written(written)
         self.map.consume_gradients(self._blocks())
-        return loss
-
-    def _sweep(self, group, step: int, blocks) -> None:
-        beta1, beta2 = group["betas"]
-        _C.loom_adamw_init(
-            self._values.data_ptr(),
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            step,
-            self.grad_scale * self._clip,
-        )
-        self._hyper.copy_(self._values)
-        _C.loom_adamw(self.map.handle, stream_of(self.map.torch_device), self._ranges(blocks), self._hyper.data_ptr())

@@ -21,6 +21,7 @@ static const lf_option rows[] = {
     LF_ROW_I64(lf_train_options, steps, "1000", 1, 1e12, "optimizer steps of the whole run, those before a resume included"),
     LF_ROW_I32(lf_train_options, batch_size, "32", 1, 65536, "samples a step, over all ranks and micro steps"),
     LF_ROW_I32(lf_train_options, micro_steps, "1", 1, 4096, "parts a rank's batch is cut into; gradients add up over them"),
+    LF_ROW_BOOL(lf_train_options, capture, "true", "on a GPU: capture the whole step once as a CUDA graph and replay it"),
     LF_ROW_I32(lf_train_options, threads, "0", 0, 1024, "threads that compute on the CPU; 0: one a core"),
     LF_ROW_F64(lf_train_options, lr, "1e-3", 0, 10, "learning rate after warm-up"),
     LF_ROW_F64(lf_train_options, min_lr_ratio, "0.05", 0, 1, "share of lr that the cosine decay ends at; 1: no decay"),

@@ -3,10 +3,12 @@
 
 import os
 import pathlib
+import sys
 
 import pytest
 import torch
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "bench"))  # peers.py: the stock models that tests compare with too
 torch.set_num_threads(1)
 
 

@@ -109,7 +109,7 @@ def test_a_failed_backward_is_forgotten():
             raise ValueError("planted")
 
     model = net()
-    sync = NexusSync(model)
+    NexusSync(model)
     x = torch.ones(4, 16)
     with pytest.raises(ValueError, match="planted"):
         model[2](Fails.apply(model[0](x))).sum().backward()
@@ -119,7 +119,6 @@ def test_a_failed_backward_is_forgotten():
         backward(m, x)
     for p, q in zip(model.parameters(), reference.parameters()):
         assert torch.equal(p.grad, q.grad)
-    assert sync.stats()["steps"] == 1
 
 
 def test_edits_survive_replanning_and_partial_loading():

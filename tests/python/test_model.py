@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from peers import stock_name, stock_of  # noqa: E402
 from torch import nn  # noqa: E402
 
 from loongforge.models.attention import block_mask, select_blocks, sparse_attention  # noqa: E402
@@ -131,92 +132,15 @@ def test_gumbel_noise_is_keyed_and_gumbel():
 # ---- the yardstick ---------------------------------------------------------------------------------------------
 
 
-class StockExpert(nn.Module):
-    def __init__(self, d, ff):
-        super().__init__()
-        self.g, self.u, self.d = (
-            nn.Linear(d, ff, bias=False),
-            nn.Linear(d, ff, bias=False),
-            nn.Linear(ff, d, bias=False),
-        )
-
-    def forward(self, x):
-        return self.d(F.silu(self.g(x)) * self.u(x))
-
-
-class StockMoE(nn.Module):
-    """The loop over experts as a user of stock PyTorch writes it; only the noise comes from outside."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.experts = nn.ModuleList(StockExpert(c.d_model, f) for f in c.expert_sizes)
-        self.router = nn.Linear(c.d_model, c.n_experts, bias=False)
-
-    def forward(self, x, noise):
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        logits = self.router(x).float()
-        if self.training:
-            logits = logits + noise
-        w, i = F.softmax(logits, -1).topk(2, -1)
-        w = (w / w.sum(-1, keepdim=True)).to(x.dtype)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            r, c = (i == e).nonzero(as_tuple=True)
-            y = y.index_add(0, r, expert(x[r]).to(y.dtype) * w[r, c, None])
-        return y.view(shape)
-
-
-class StockBlock(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.n1, self.n2, self.h = nn.RMSNorm(c.d_model), nn.RMSNorm(c.d_model), c.n_heads
-        self.qkv, self.o = nn.Linear(c.d_model, 3 * c.d_model, bias=False), nn.Linear(c.d_model, c.d_model, bias=False)
-        self.moe = StockMoE(c)
-
-    def forward(self, x, noise):
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, self.h, d // self.h).permute(2, 0, 3, 1, 4)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(a.transpose(1, 2).reshape(b, t, d))
-        return x + self.moe(self.n2(x), noise)
-
-
-class StockModel(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.e, self.patch = nn.Embedding(c.vocab_size, c.d_model), nn.Conv2d(3, c.d_model, c.patch_size, c.patch_size)
-        self.b, self.n = nn.ModuleList(StockBlock(c) for _ in range(c.n_layers)), nn.RMSNorm(c.d_model)
-
-    def forward(self, img, ids, noise):
-        x = torch.cat([self.patch(img).flatten(2).transpose(1, 2), self.e(ids)], 1)
-        for layer, block in enumerate(self.b):
-            x = block(x, noise[layer])
-        x = self.n(x)[:, -ids.shape[1] :]
-        return F.cross_entropy(F.linear(x[:, :-1], self.e.weight).float().flatten(0, 1), ids[:, 1:].flatten())
-
-
-STOCK_NAMES = [
-    ("embed.", "e."), ("layers.", "b."), ("attention_norm.", "n1."), ("moe_norm.", "n2."), ("attention.qkv.", "qkv."),
-    ("attention.out.", "o."), (".gate.", ".g."), (".up.", ".u."), (".down.", ".d."), ("norm.", "n."),
-]  # fmt: skip
-
-
-def stock_name(name):
-    for ours, stock in STOCK_NAMES:
-        name = name.replace(ours, stock)
-    return name
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_dense_n16_without_balance_loss_is_the_yardstick(training):
     config = shrunken(attention="dense", balance_weight=0.0, seed=11)
-    model, stock = Gr00tN16(config).train(training), StockModel(config).train(training)
-    stock.load_state_dict({stock_name(k): v for k, v in model.state_dict().items()})
+    model = Gr00tN16(config).train(training)
+    stock = stock_of(model).train(training)
     images, tokens = batch(config)
     t = config.n_patches + tokens.shape[1]
     index = (torch.arange(3)[:, None] * config.max_seq_len + torch.arange(t)).flatten()
-    noise = [gumbel_noise(11, 0, layer, index, 16) for layer in range(config.n_layers)]
+    noise = [gumbel_noise(11, 0, layer, index, 16) for layer in range(config.n_layers)] if training else None
     out, expected = model(images, tokens), stock(images, tokens, noise)
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert out.loss_sum.item() / out.n_tokens.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -61,6 +61,8 @@ def token_loss(hidden, weight, labels):
 class Gr00tN16(nn.Module):
     """`reduce_stats` sums a tensor over ranks (default: one process). `step` drives noise and temperature."""
 
+    token_loss = staticmethod(token_loss)
+
     def __init__(self, config: Gr00tN16Config | str = "n16", reduce_stats: Callable = identity):
         super().__init__()
         self.config = config = preset(config) if isinstance(config, str) else config
@@ -133,21 +135,26 @@ class Gr00tN16(nn.Module):
             valid = F.pad(text, (t_image, 0), value=True).flatten()
             labels = labels.masked_fill(~text, IGNORE)
 
-        reports = []
-        for layer in self.layers:
-            x, routed = layer(x, token_index, valid, step, tau)
-            reports.append(routed)
-        hidden = self.norm(x)[:, t_image:]
-        loss_sum = token_loss(hidden, self.embed.weight, labels)
+        hidden, reports = self.run_layers(x, token_index, valid, step, tau)
+        hidden = hidden[:, t_image:]
+        loss_sum = self.token_loss(hidden, self.embed.weight, labels)
         n_tokens = (labels[:, 1:] != IGNORE).sum()
 
-        counts = torch.stack([r.counts for r in reports])
+        counts = torch.stack([r.counts for r in reports]).long()
         prob_sums = torch.stack([r.prob_sum for r in reports])
         self.last_expert_counts = counts
         balance, n_global = self._balance(counts, prob_sums, n_tokens)
         loss = loss_sum / n_global.clamp(min=1) + c.balance_weight * balance
         logits = F.linear(hidden, self.embed.weight).float() if return_logits else None
         return Gr00tN16Output(loss, loss_sum, n_tokens, n_global, balance, counts, logits)
+
+    def run_layers(self, x, token_index, valid, step, tau):
+        """x: (b, t, d); token_index: (b t) int64; valid: (b t) bool or None -> (b, t, d) behind the last norm, Routed by layer"""
+        reports = []
+        for layer in self.layers:
+            x, routed = layer(x, token_index, valid, step, tau)
+            reports.append(routed)
+        return self.norm(x), reports
 
     def _balance(self, counts, prob_sums, n_tokens):
         """counts, prob_sums: (layers, n_experts); n_tokens: () -> balance loss (), trained-on tokens of all ranks ()"""

@@ -23,6 +23,7 @@ from ..sculptor import MemSculptor
 from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
+from .step import FIELDS, RESULTS, LateResults, TrainStep
 
 
 class RunError(Exception):
@@ -178,6 +179,17 @@ class Run:
         nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
         self.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
         self.model.reduce_stats = self.sync.reduce_stats
+        self.step_of = TrainStep(
+            self.model,
+            self.optimizer,
+            self.sync,
+            micro_steps=o["micro_steps"],
+            clip=o["clip"],
+            bf16=self.bf16,
+            capture=o["capture"] and self.ranks.world == 1,
+        )
+        firsts = [(micro * self.ranks.world + self.ranks.rank) * self.batch for micro in range(o["micro_steps"])]
+        self.sample_ids = [torch.arange(first, first + self.batch, device=self.device) for first in firsts]
         sculptor = dict(self.config["sculptor"])
         self.sculptor = MemSculptor(self.model, sculptor.pop("strategy"), **sculptor)
 
@@ -209,27 +221,33 @@ class Run:
         self.clock = _C.clock_open()
         self.console = Console(first, o["steps"], self.step)
         self.log = StepLog(os.path.join(self.dir, "log.jsonl"), self.step, first)
+        self.late = LateResults(self.device, len(RESULTS))
+        self.rows, self.last_row, self.run_tokens = [], {}, 0
         self._before = {"comm": 0.0, "decode": 0.0, "write": 0.0}
         self._announce()
-        last_row, began = None, self.step
+        began = self.step
         with _Signals(self):
             while self.step < o["steps"]:
                 if self.step == began + 1 and first:
                     with self.sculptor.trace():
-                        last_row = self._one_step()
+                        self._one_step()
                     self.sculptor.write_csv(os.path.join(self.dir, "lifetimes.csv"))
                     self.console.line(self.sculptor.report())
                 else:
-                    last_row = self._one_step()
-                self._after_step(last_row)
+                    self._one_step()
+                self._after_step()
                 if self.ranks.agree(self.stop_signal != 0):
                     break
+        self._collect(0)
+        self._log_rows()
         if self.step > began:
             self._save(force=True)
         self.vault.wait()
         self.console.close()
         self.log.close()
-        return last_row or {}
+        if self.step_of.graph.reason and self.device.type == "cuda":
+            self.console.line("note: steps ran eagerly: " + self.step_of.graph.reason)
+        return self.last_row
 
     def _announce(self) -> None:
         n = sum(p.numel() for p in self.model.parameters())
@@ -244,73 +262,40 @@ class Run:
         for sentence in self.sync.ignored_environment:
             self.console.line("warning: " + sentence)
 
-    def _one_step(self) -> dict:
-        """One optimizer step over all micro steps and ranks. -> the row of the log"""
+    def _one_step(self) -> None:
+        """Queue one optimizer step over all micro steps and ranks. Its results come later."""
         o, clock = self.o, self.clock
         _C.clock_step_begin(clock)
         step = self.step + 1
         lr = learning_rate(o, step)
         self.model.train()
         self.model.set_step(self.step)
-        loss_sum = tokens = balance = weight = 0.0
-        for micro in range(o["micro_steps"]):
-            _C.clock_part_begin(clock, "data")
-            batch = self.loader.next()
-            _C.clock_part_end(clock, "data")
-            first = (micro * self.ranks.world + self.ranks.rank) * self.batch
-            ids = torch.arange(first, first + self.batch, device=self.device)
-            if micro + 1 < o["micro_steps"]:
-                with self.sync.no_sync():
-                    out = self._forward_backward(batch, ids)
-            else:
-                out = self._forward_backward(batch, ids)
-            weight += int(out.n_tokens_global)
-            loss_sum, tokens, balance = (
-                loss_sum + out.loss_sum.item(),
-                tokens + int(out.n_tokens),
-                out.balance_loss.item(),
-            )
-        _C.clock_part_begin(clock, "optimizer")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if o["micro_steps"] > 1:
-            self.optimizer.grad_scale = 1 / max(weight, 1)
-        norm = self.optimizer.clip_grad_norm_(o["clip"]) if o["clip"] > 0 else self.optimizer.grad_norm()
-        if not math.isfinite(norm):
-            raise RunError(
-                f"the gradient norm of step {step} is {norm}, expected a finite one; hint: a smaller lr, or look at its data"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        _C.clock_part_end(clock, "optimizer")
-        totals = self.sync.reduce_stats(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()  # on the host: gloo
-        self.step, self.tokens = step, self.tokens + int(totals[1])
+        batches = [self._next_batch(keep=micro + 1 < o["micro_steps"]) for micro in range(o["micro_steps"])]
+        row = {"step": step, "lr": lr}
+        self.late.put(row, self._over_ranks(self.step_of(batches, self.sample_ids)))
+        self.step = step
         if self.vault.due(step) and step < o["steps"]:
+            self._collect(0)  # a step that went wrong is known before it is saved
             _C.clock_part_begin(clock, "io")
             self._save()
             _C.clock_part_end(clock, "io")
         self._hidden_time()
-        last = _C.clock_step_end(clock, int(totals[1]))
-        return dict(
-            last,
-            step=step,
-            loss=totals[0] / max(totals[1], 1),
-            balance_loss=balance,
-            lr=lr,
-            grad_norm=norm,
-            tokens=int(totals[1]),
-            unix=time.time(),
-        )
+        row["times"] = _C.clock_step_end(clock, 0)
 
-    def _precision(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+    def _next_batch(self, keep: bool):
+        _C.clock_part_begin(self.clock, "data")
+        batch = self.loader.next()
+        _C.clock_part_end(self.clock, "data")
+        tensors = [getattr(batch, name) for name in FIELDS]
+        return [t.clone() for t in tensors] if keep else tensors  # the loader takes a batch back when it gives the next
 
-    def _forward_backward(self, batch, sample_ids):
-        """One part of the step. Several parts are weighted by their tokens: together they are the mean over the whole batch."""
-        with self._precision():
-            out = self.model(batch.images, batch.tokens, batch.labels, batch.attention_mask, sample_ids=sample_ids)
-        (out.loss if self.o["micro_steps"] == 1 else out.loss * out.n_tokens_global).backward()
-        return out
+    def _over_ranks(self, results):
+        """results: RESULTS of this rank -> the same with loss and tokens of all ranks"""
+        if self.ranks.world == 1:
+            return results
+        return torch.cat([self.sync.reduce_stats(results[:2]), results[2:]])
 
     def _hidden_time(self) -> None:
         """Time that crews worked beside the step, and what of it the step waited for inside backward."""
@@ -325,14 +310,40 @@ class Run:
         _C.clock_add(self.clock, "data", spent["decode"], 0.0)
         _C.clock_add(self.clock, "io", spent["write"], 0.0)
 
-    def _after_step(self, row: dict) -> None:
-        self.log.write({k: v for k, v in row.items() if not k.startswith("step_") and k not in ("steps", "bottleneck")})
-        self.console.advance(self.step, f"loss {row['loss']:.3f}")
-        if self.step % self.o["log_every"] == 0 or self.step == self.o["steps"]:
-            self.console.line(step_line(self.step, self.o["steps"], row))
+    def _after_step(self) -> None:
+        self._collect()
+        self._log_rows()
         every = self.o["eval_every"]
         if every and self.step % every == 0 and self.step < self.o["steps"] and self.val_dataset:
             self.console.line(f"step {self.step:>6}  held-out loss {self.held_out(blank=False):.4f}")
+
+    def _collect(self, depth: int | None = None) -> None:
+        """Take the results that have come; those of all steps with depth 0."""
+        for row, (loss_sum, n_tokens, _, balance, norm) in self.late.take(depth):
+            if not math.isfinite(norm):
+                raise RunError(
+                    f"the gradient norm of step {row['step']} is {norm}, expected a finite one; hint: a smaller lr, or look at "
+                    "its data"
+                )
+            tokens = int(n_tokens)
+            self.tokens += tokens
+            self.run_tokens += tokens
+            row.update(loss=loss_sum / max(tokens, 1), balance_loss=balance, grad_norm=norm, tokens=tokens, unix=time.time())
+            self.rows.append(row)
+
+    def _log_rows(self) -> None:
+        for row in self.rows:
+            times = row.pop("times")
+            rate = row["tokens"] / times["wall_s"] if times["wall_s"] > 0 else 0.0
+            self._log({**times, **row, "tokens_per_s": rate})
+        self.rows.clear()
+
+    def _log(self, row: dict) -> None:
+        self.last_row = row
+        self.log.write({k: v for k, v in row.items() if not k.startswith("step_") and k not in ("steps", "bottleneck")})
+        self.console.advance(row["step"], f"loss {row['loss']:.3f}")
+        if row["step"] % self.o["log_every"] == 0 or row["step"] == self.o["steps"]:
+            self.console.line(step_line(row["step"], self.o["steps"], row))
 
     def _save(self, force: bool = False) -> None:
         """At a step edge. A forced save waits for the writer first, and is left out when this step is saved already."""
@@ -347,7 +358,7 @@ class Run:
     @torch.no_grad()
     def held_out(self, blank: bool) -> float:
         self.model.eval()
-        with self._precision():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             return held_out_loss(
                 self.model,
                 self.val_dataset,
@@ -366,7 +377,7 @@ class Run:
         result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
         if self.ranks.rank == 0 and self.val_dataset.info["tokenizer"] == "bytes":
             shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats  # this rank alone
-            with self._precision():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                 words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
             self.model.reduce_stats = shared
             result.update(
@@ -384,7 +395,7 @@ class Run:
             "steps": self.step,
             "tokens": self.tokens,
             "wall_s": s["wall_s"],
-            "tokens_per_s": s["tokens_per_s"],
+            "tokens_per_s": self.run_tokens / s["wall_s"] if s["wall_s"] > 0 else 0.0,
             "parts": {k: v / steps for k, v in s["exposed_s"].items()},
             "busy": {k: v / steps for k, v in s["busy_s"].items()},
             "overlap_efficiency": s["overlap_efficiency"],

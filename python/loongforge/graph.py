@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole optimizer step as one CUDA graph: captured once a batch shape, replayed with one launch.
+
+Rules and reasons: docs/internals/graph.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .optim import AdamW
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    slots: list  # the batch's tensors at the addresses that were captured
+    out: object  # what forward_backward returned: tensors that every replay overwrites
+    norm: torch.Tensor | None
+    sweeps: list
+
+
+class StepGraph:
+    """One training step: zero_grad, forward and backward, clipping, optimizer.
+
+    forward_backward(*batch): runs the model and `backward()`, returns tensors (a tensor, or a tuple, list, dict or object of
+    them). It must not read a value of the device (`.item()`, `.tolist()`, printing), and what changes from step to step must
+    be a tensor of the batch or in memory of the device.
+    batch: tensors, or values that are the same whenever the shapes are. Each new set of shapes makes `warmup` eager steps, all
+    of them real steps, and one capture; at most `max_shapes` are captured, further ones stay eager.
+    clip: largest norm of the gradient, 0 for none.
+
+    What a captured step returns is overwritten by the next one. Off CUDA, with `enabled=False`, and when a capture fails the
+    step is eager: `reason` says why, and one warning does.
+    """
+
+    def __init__(
+        self,
+        forward_backward: Callable,
+        optimizer: AdamW,
+        *,
+        clip: float = 0.0,
+        warmup: int = 3,
+        max_shapes: int = 8,
+        enabled: bool = True,
+    ):
+        self.forward_backward, self.optimizer, self.clip = forward_backward, optimizer, clip
+        self.warmup, self.max_shapes = warmup, max_shapes
+        self.device = optimizer.map.torch_device
+        self.reason = None
+        if not enabled:
+            self.reason = "switched off"
+        elif self.device.type != "cuda":
+            self.reason = f"CUDA graphs need CUDA, the model is on {self.device}"
+        self.norm: torch.Tensor | None = None  # () f64: of the last step's gradient, before clipping
+        self._captured: dict = {}
+        self._seen: dict = {}
+        self._stream = self._pool = None
+        optimizer.map.on_replan(self.forget)
+
+    @property
+    def n_captured(self) -> int:
+        return len(self._captured)
+
+    def forget(self) -> None:
+        """Drop what was captured: addresses have moved, or a form changed. The next steps warm up and capture anew."""
+        self._captured.clear()
+        self._seen.clear()
+        self._pool = None
+
+    def __call__(self, *batch):
+        if self.reason is not None:
+            return self._eager(batch)
+        key = tuple((b.shape, b.stride(), b.dtype) if isinstance(b, torch.Tensor) else b for b in batch)
+        captured = self._captured.get(key)
+        if captured is None:
+            seen = self._seen[key] = self._seen.get(key, 0) + 1
+            if seen <= self.warmup or len(self._captured) >= self.max_shapes:
+                return self._aside(batch)
+            captured = self._capture(batch)
+            if captured is None:
+                return self._eager(batch)
+            self._captured[key] = captured
+        return self._replay(captured, batch)
+
+    # ---- eager --------------------------------------------------------------------------------------------------------------
+
+    def _eager(self, batch):
+        self.optimizer.zero_grad()
+        out = self.forward_backward(*batch)
+        self.norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return out
+
+    def _clip(self):
+        return self.optimizer.clip_grad_norm_(self.clip)
+
+    def _aside(self, batch):
+        """An eager step on the stream that captures: what is initialised on first use is initialised there."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            out = self._eager(batch)
+        caller.wait_stream(self._stream)
+        return out
+
+    # ---- capture ------------------------------------------------------------------------------------------------------------
+
+    def _capture(self, batch) -> _Captured | None:
+        held, optimizer = self.optimizer.map, self.optimizer
+        held.check()
+        held.take_edits()
+        optimizer.zero_grad()
+        slots = [b.clone() if isinstance(b, torch.Tensor) else b for b in batch]
+        self.norm = None
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, sweeps = torch.cuda.CUDAGraph(), None
+        gc.collect()  # a live autograd graph of before would break the capture
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = self.forward_backward(*slots)
+                norm = self._clip()
+                sweeps = optimizer.plan()
+                optimizer.apply(sweeps)
+        except Exception as error:
+            self._give_up(error)
+            return None
+        finally:
+            optimizer.grad_scale, optimizer._max_norm = 1.0, None
+            optimizer.zero_grad()
+        return _Captured(graph, slots, out, norm, sweeps)
+
+    def _give_up(self, error: Exception) -> None:
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        self.reason = f"capturing the step failed: {cause}"
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        warnings.warn(
+            f"{self.reason}; steps run eagerly. hint: forward_backward must not read values of the device, and no graph of "
+            "an earlier step may be alive",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _replay(self, captured: _Captured, batch):
+        optimizer = self.optimizer
+        optimizer.map.check()
+        optimizer.map.take_edits()
+        for slot, given in zip(captured.slots, batch):
+            if isinstance(slot, torch.Tensor):
+                slot.copy_(given, non_blocking=True)
+        optimizer.advance(captured.sweeps)
+        captured.graph.replay()
+        optimizer.finish(captured.sweeps)
+        self.norm = captured.norm
+        return captured.out

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a model's module tree still as it was? Asked at every step, so no name is built and nothing but identities compared."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class TreeWatch:
+    """A model's modules and parameters as they are now. blocks: the map's, with `param`, `weight` and `grad`."""
+
+    def __init__(self, model: nn.Module, blocks):
+        owners = {id(b.param): b.param for b in blocks}
+        modules = [m for _, m in model.named_modules(remove_duplicate=False)]
+        self._sizes = [(m._parameters, len(m._parameters), m._modules, len(m._modules)) for m in modules]
+        self._members = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
+        self._members += [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if id(p) in owners]
+        self._places = [(b.param, b.weight.data_ptr(), b.grad is not None) for b in blocks]
+
+    def is_undisturbed(self) -> bool:
+        """Nothing was added, removed or exchanged, every parameter is in its place and as trainable as it was."""
+        for parameters, n_parameters, children, n_children in self._sizes:
+            if len(parameters) != n_parameters or len(children) != n_children:
+                return False
+        for holder, key, member in self._members:
+            if holder.get(key) is not member:
+                return False
+        return all(p.data_ptr() == place and p.requires_grad == trained for p, place, trained in self._places)
