@@ -3,34 +3,25 @@
  * the GIL is only dropped, nothing is built. */
 #include "py_loom.h"
 
-/* loom_gumbel(device, stream, token, n, e, seed, step, layer, noise) */
-static PyObject *loom_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)self;
-    call c;
-    if (begin_call(&c, "loom_gumbel", args, nargs, 9, 0) < 0) return NULL;
-    const int64_t *token = next_ptr(&c.r), n = next_int(&c.r);
-    const int32_t e = next_i32(&c.r);
-    const int64_t seed = next_int(&c.r);
-    const int32_t step = next_i32(&c.r), layer = next_i32(&c.r);
-    float *noise = next_ptr(&c.r);
-    MAKE_CALL(lf_loom_gumbel(c.device, c.stream, token, n, e, seed, step, layer, noise));
-    return end_call(&c, rc);
-}
-
-/* loom_route(device, stream, logits, noise, valid, n, e, k, temperature, routing) */
+/* loom_route(device, stream, logits, token, valid, n, e, k, seed, layer, schedule, routing, prob_sum) */
 static PyObject *loom_route(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     call c;
-    if (begin_call(&c, "loom_route", args, nargs, 10, 0) < 0) return NULL;
-    const float *logits = next_ptr(&c.r), *noise = next_ptr(&c.r);
-    const uint8_t *valid = next_ptr(&c.r);
-    const int64_t n = next_int(&c.r);
-    const int32_t e = next_i32(&c.r), k = next_i32(&c.r);
-    const float temperature = (float)next_double(&c.r);
+    if (begin_call(&c, "loom_route", args, nargs, 13, 0) < 0) return NULL;
+    lf_route_args a = {.size = sizeof a};
+    a.logits = next_ptr(&c.r);
+    a.token = next_ptr(&c.r);
+    a.valid = next_ptr(&c.r);
+    a.n = next_int(&c.r);
+    a.e = next_i32(&c.r);
+    a.k = next_i32(&c.r);
+    a.seed = next_int(&c.r);
+    a.layer = next_i32(&c.r);
+    a.schedule = next_ptr(&c.r);
     const lf_routing routing = next_routing(&c.r);
-    MAKE_CALL(lf_loom_route(c.device, c.stream, logits, noise, valid, n, e, k, temperature, &routing));
+    float *prob_sum = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_route(c.device, c.stream, &a, &routing, prob_sum));
     return end_call(&c, rc);
 }
 
@@ -48,20 +39,68 @@ static PyObject *loom_sort(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return end_call(&c, rc);
 }
 
-/* loom_route_backward(device, stream, routing, dweight, n, e, k, temperature, dlogits) */
+/* loom_route_backward(device, stream, routing, valid, dweight, dprob_sum, n, e, k, schedule, dlogits) */
 static PyObject *loom_route_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     call c;
-    if (begin_call(&c, "loom_route_backward", args, nargs, 9, 0) < 0) return NULL;
+    if (begin_call(&c, "loom_route_backward", args, nargs, 11, 0) < 0) return NULL;
     const lf_routing routing = next_routing(&c.r);
-    const float *dweight = next_ptr(&c.r);
+    const uint8_t *valid = next_ptr(&c.r);
+    const float *dweight = next_ptr(&c.r), *dprob_sum = next_ptr(&c.r);
     const int64_t n = next_int(&c.r);
     const int32_t e = next_i32(&c.r), k = next_i32(&c.r);
-    const float temperature = (float)next_double(&c.r);
+    const lf_route_schedule *schedule = next_ptr(&c.r);
     float *dlogits = next_ptr(&c.r);
-    MAKE_CALL(lf_loom_route_backward(c.device, c.stream, &routing, dweight, n, e, k, temperature, dlogits));
+    MAKE_CALL(lf_loom_route_backward(c.device, c.stream, &routing, valid, dweight, dprob_sum, n, e, k, schedule, dlogits));
     return end_call(&c, rc);
+}
+
+/* loom_router(device, stream, x, weight, n, e, d, dtype, logits) */
+static PyObject *loom_router(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_router", args, nargs, 9, 0) < 0) return NULL;
+    const void *x = next_ptr(&c.r);
+    const float *weight = next_ptr(&c.r);
+    const int64_t n = next_int(&c.r);
+    const int32_t e = next_i32(&c.r);
+    const int64_t d = next_int(&c.r);
+    const int32_t dtype = next_i32(&c.r);
+    float *logits = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_router(c.device, c.stream, x, weight, n, e, d, dtype, logits));
+    return end_call(&c, rc);
+}
+
+/* loom_router_backward(device, stream, dlogits, x, n, e, d, dtype, dweight, accumulate, workspace) */
+static PyObject *loom_router_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_router_backward", args, nargs, 11, 0) < 0) return NULL;
+    const float *dlogits = next_ptr(&c.r);
+    const void *x = next_ptr(&c.r);
+    const int64_t n = next_int(&c.r);
+    const int32_t e = next_i32(&c.r);
+    const int64_t d = next_int(&c.r);
+    const int32_t dtype = next_i32(&c.r);
+    float *dweight = next_ptr(&c.r);
+    const int32_t accumulate = next_i32(&c.r);
+    void *workspace = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_router_backward(c.device, c.stream, dlogits, x, n, e, d, dtype, dweight, accumulate, workspace));
+    return end_call(&c, rc);
+}
+
+/* loom_router_workspace(n, e, d) -> bytes */
+static PyObject *loom_router_workspace(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long n, d;
+    int e;
+    if (!PyArg_ParseTuple(args, "LiL", &n, &e, &d)) return NULL;
+    const int64_t bytes = lf_loom_router_workspace(n, e, d);
+    return bytes < 0 ? lfpy_raise((lf_status)bytes) : PyLong_FromLongLong(bytes);
 }
 
 typedef lf_status (*rows_fn)(lf_device *, lf_stream *, const lf_routing *, const void *, int64_t, int32_t, int32_t, int64_t,
@@ -86,10 +125,19 @@ static PyObject *loom_permute(PyObject *self, PyObject *const *args, Py_ssize_t 
     return move_rows("loom_permute", lf_loom_permute, args, nargs);
 }
 
+/* loom_permute_backward(device, stream, routing, dxs, n, e, k, d, dtype, dlogits, weight, dx) */
 static PyObject *loom_permute_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
-    return move_rows("loom_permute_backward", lf_loom_permute_backward, args, nargs);
+    call c;
+    if (begin_call(&c, "loom_permute_backward", args, nargs, 12, 0) < 0) return NULL;
+    const lf_routing routing = next_routing(&c.r);
+    const void *dxs = next_ptr(&c.r);
+    const shape s = next_shape(&c.r);
+    const float *dlogits = next_ptr(&c.r), *weight = next_ptr(&c.r);
+    void *dx = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_permute_backward(c.device, c.stream, &routing, dxs, s.n, s.e, s.k, s.d, s.dtype, dlogits, weight, dx));
+    return end_call(&c, rc);
 }
 
 static PyObject *loom_combine(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -217,12 +265,15 @@ static PyObject *loom_set_threads(PyObject *self, PyObject *args)
 }
 
 PyMethodDef lfpy_loom_methods[] = {
-    FAST(loom_gumbel, "Gumbel noise by token: (device, stream, token, n, e, seed, step, layer, noise)."),
-    FAST(loom_route, "Choose experts and sort: (device, stream, logits, noise, valid, n, e, k, temperature, routing)."),
+    FAST(loom_router, "logits = x weight^T: (device, stream, x, weight, n, e, d, dtype, logits)."),
+    FAST(loom_router_backward, "(device, stream, dlogits, x, n, e, d, dtype, dweight, accumulate, workspace)."),
+    {"loom_router_workspace", loom_router_workspace, METH_VARARGS, "Bytes that loom_router_backward needs: (n, e, d)."},
+    FAST(loom_route, "Choose experts and sort: (device, stream, logits, token, valid, n, e, k, seed, layer, schedule, routing, "
+                     "prob_sum)."),
     FAST(loom_sort, "Sort given choices: (device, stream, expert, n, e, k, routing)."),
-    FAST(loom_route_backward, "(device, stream, routing, dweight, n, e, k, temperature, dlogits)."),
+    FAST(loom_route_backward, "(device, stream, routing, valid, dweight, dprob_sum, n, e, k, schedule, dlogits)."),
     FAST(loom_permute, "Rows to their experts: (device, stream, routing, x, n, e, k, d, dtype, xs)."),
-    FAST(loom_permute_backward, "(device, stream, routing, dxs, n, e, k, d, dtype, dx)."),
+    FAST(loom_permute_backward, "(device, stream, routing, dxs, n, e, k, d, dtype, dlogits, weight, dx)."),
     FAST(loom_combine, "Rows back, weighted: (device, stream, routing, ys, n, e, k, d, dtype, y)."),
     FAST(loom_combine_backward, "(device, stream, routing, ys, dy, n, e, k, d, dtype, dys, dweight)."),
     FAST(loom_adamw, "AdamW over ranges of a map: (map, stream, [(klass, offset, count), ...], hyper)."),

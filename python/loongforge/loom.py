@@ -7,6 +7,9 @@ summation is fixed, so reruns give the same bits. A copy or a pickle of a woven 
 
 from __future__ import annotations
 
+import struct
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,33 +40,56 @@ class Routing:
         self.addresses = tuple(t.data_ptr() for t in arrays)
 
 
+@lru_cache(maxsize=16)
+def route_schedule(step: int, noise_scale: float, temperature: float, device) -> torch.Tensor:
+    """An lf_route_schedule on the device, shared by the layers of a step."""
+    raw = struct.pack("=Iff", step & 0xFFFFFFFF, noise_scale, temperature)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().to(device)
+
+
 class Route(torch.autograd.Function):
-    """logits: (n, e) f32 -> gate weights (n, k) f32; fills `routing`. Backward: softmax over the chosen, through all logits."""
+    """logits: (n, e) f32; token: (n,) int64 -> gate weights (n, k) f32, probabilities without noise summed over valid tokens
+    (e) f32; fills `routing`. Backward: softmax over the chosen, and over all for the sums."""
 
     @staticmethod
-    def forward(ctx, logits, noise, valid, temperature, routing):
-        logits = logits.contiguous()
+    def forward(ctx, logits, token, valid, seed, layer, schedule, routing):
+        logits, r = logits.contiguous(), routing
+        prob_sum = logits.new_empty(r.e)
         _C.loom_route(
             *at(logits),
             logits.data_ptr(),
-            noise.data_ptr() if noise is not None else 0,
+            token.data_ptr(),
             valid.data_ptr() if valid is not None else 0,
-            routing.n,
-            routing.e,
-            routing.k,
-            temperature,
-            routing.addresses,
+            r.n,
+            r.e,
+            r.k,
+            seed,
+            layer,
+            schedule.data_ptr(),
+            r.addresses,
+            prob_sum.data_ptr(),
         )
-        ctx.routing, ctx.temperature = routing, temperature
-        return routing.weight
+        ctx.routing, ctx.valid, ctx.schedule = r, valid, schedule
+        return r.weight, prob_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dweight):
-        r, dweight = ctx.routing, dweight.contiguous()
+    def backward(ctx, dweight, dprob_sum):
+        r, dweight, dprob_sum = ctx.routing, dweight.contiguous(), dprob_sum.contiguous()
         dlogits = torch.empty(r.n, r.e, dtype=torch.float32, device=dweight.device)
-        _C.loom_route_backward(*at(dweight), r.addresses, dweight.data_ptr(), r.n, r.e, r.k, ctx.temperature, dlogits.data_ptr())
-        return dlogits, None, None, None, None
+        _C.loom_route_backward(
+            *at(dweight),
+            r.addresses,
+            ctx.valid.data_ptr() if ctx.valid is not None else 0,
+            dweight.data_ptr(),
+            dprob_sum.data_ptr(),
+            r.n,
+            r.e,
+            r.k,
+            ctx.schedule.data_ptr(),
+            dlogits.data_ptr(),
+        )
+        return dlogits, None, None, None, None, None, None
 
 
 class Permute(torch.autograd.Function):
@@ -91,6 +117,8 @@ class Permute(torch.autograd.Function):
             r.k,
             drows.shape[1],
             DTYPES[drows.dtype],
+            0,
+            0,
             dx.data_ptr(),
         )
         return dx, None
@@ -129,23 +157,6 @@ class Combine(torch.autograd.Function):
         return drows, dweight, None
 
 
-def gumbel_noise(seed: int, step: int, layer: int, token_index: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """token_index: (n,) int64 -> (n, n_experts) f32; the numbers of models.noise.gumbel_noise."""
-    token_index = token_index.contiguous()
-    noise = torch.empty(token_index.numel(), n_experts, dtype=torch.float32, device=token_index.device)
-    _C.loom_gumbel(
-        *at(token_index),
-        token_index.data_ptr(),
-        token_index.numel(),
-        n_experts,
-        seed,
-        int(step),
-        layer,
-        noise.data_ptr(),
-    )
-    return noise
-
-
 class WovenMixture(MixtureOfExperts):
     """A MixtureOfExperts whose routing and row movement are the library's. Same parameters, arguments and results."""
 
@@ -157,12 +168,10 @@ class WovenMixture(MixtureOfExperts):
         with torch.autocast(x.device.type, enabled=False):
             clean = F.linear(x.float(), self.router.weight.float())
             scale = c.noise_scale(int(step)) if self.training else 0.0
-            noise = gumbel_noise(c.seed, step, self.layer, token_index, c.n_experts).mul_(scale) if scale > 0 else None
+            schedule = route_schedule(int(step), scale, float(tau), x.device)
             routing = Routing(x.shape[0], c.n_experts, c.experts_per_token, x.device)
             keep = valid.to(torch.uint8).contiguous() if valid is not None else None
-            weight = Route.apply(clean, noise, keep, float(tau), routing)
-            prob = F.softmax(clean / tau, dim=-1)
-            prob_sum = (prob * valid[:, None] if valid is not None else prob).sum(0)
+            weight, prob_sum = Route.apply(clean, token_index.contiguous(), keep, c.seed, self.layer, schedule, routing)
         rows = self.run_experts(Permute.apply(x, routing), routing)
         return Combine.apply(rows, weight, routing).view(shape), Routed(routing.count.long(), prob_sum)
 

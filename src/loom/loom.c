@@ -86,8 +86,8 @@ static lf_status run_job(void *user)
     return rc;
 }
 
-/* Run or queue `j`, which is given back in every case. An error of lf_stream_run on a stream means that the job was not queued:
- * one that fails later is told at the stream's sync. */
+/* Run or queue `j`, which is given back in every case. The CPU's kernels cannot fail, so an error of lf_stream_run means that
+ * the job was neither run nor queued. */
 static lf_status submit_job(lf_device *device, lf_stream *stream, job *j)
 {
     lf_status rc;
@@ -118,14 +118,14 @@ lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table)
 }
 
 /* Only queued work needs a job. */
-lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const lf__loom_args *args)
+lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const char *name, const lf__loom_args *args)
 {
     const lf__loom_kernels *table = NULL;
     lf_status rc = lf__loom_table(device, &table);
     if (rc < 0) return rc;
     lf__loom_fn fn;
     memcpy(&fn, (const char *)table + which, sizeof fn);
-    if (!fn) return LF_FAIL(LF_ERR_UNSUPPORTED, "kernels %s lack this operation", table->name);
+    if (!fn) return LF_FAIL(LF_ERR_UNSUPPORTED, "kernels %s lack %s", table->name, name);
     if (!stream || !lf__device_is_cpu(device)) {
         lf__loom_call call = {device->context, lf_stream_native(stream), stream == NULL};
         return fn(&call, args);
@@ -179,32 +179,27 @@ static lf_status check_routing(const lf_routing *r, int64_t n, uint32_t touched)
     return LF_OK;
 }
 
-lf_status lf_loom_gumbel(lf_device *device, lf_stream *stream, const int64_t *token, int64_t n, int32_t e, int64_t seed,
-                         int32_t step, int32_t layer, float *noise)
+lf_status lf_loom_route(lf_device *device, lf_stream *stream, const lf_route_args *args, const lf_routing *out, float *prob_sum)
 {
-    lf_status rc = check_shape(n, e, 1);
+    LF_CHECK_ARG(args, "args is NULL");
+    const lf_route_args *a = args;
+    LF_CHECK_ARG(a->size == sizeof *a, "lf_route_args: size is %zu, expected %zu", a->size, sizeof *a);
+    lf_status rc = check_shape(a->n, a->e, a->k);
+    if (rc == LF_OK) rc = check_routing(out, a->n, EXPERT | WEIGHT | ROW | SLOT | COUNT | OFFSET);
     if (rc < 0) return rc;
-    LF_CHECK_ARG(layer >= 0 && layer < 1 << 25, "layer is %d, expected 0 to %d", layer, (1 << 25) - 1);
-    LF_CHECK_ARG(n == 0 || (token && noise), "token or noise is NULL");
-    return SUBMIT(gumbel, .gumbel = {token, n, seed, e, step, layer, noise});
-}
-
-lf_status lf_loom_route(lf_device *device, lf_stream *stream, const float *logits, const float *noise, const uint8_t *valid,
-                        int64_t n, int32_t e, int32_t k, float temperature, const lf_routing *out)
-{
-    lf_status rc = check_shape(n, e, k);
-    if (rc == LF_OK) rc = check_routing(out, n, EXPERT | WEIGHT | PROB | ROW | SLOT | COUNT | OFFSET);
-    if (rc < 0) return rc;
-    LF_CHECK_ARG(temperature > 0 && isfinite(temperature), "temperature is %g, expected above 0", (double)temperature);
-    LF_CHECK_ARG(n == 0 || logits, "logits is NULL");
-    return SUBMIT(route, .route = {.logits = logits,
-                                   .noise = noise,
-                                   .valid = valid,
-                                   .n = n,
-                                   .e = e,
-                                   .k = k,
-                                   .temperature = temperature,
-                                   .routing = *out});
+    LF_CHECK_ARG(a->layer >= 0 && a->layer < 1 << 25, "layer is %d, expected 0 to %d", a->layer, (1 << 25) - 1);
+    LF_CHECK_ARG(a->n == 0 || a->logits, "logits is NULL");
+    return SUBMIT(route, .route = {.logits = a->logits,
+                                   .token = a->token,
+                                   .valid = a->valid,
+                                   .schedule = a->schedule,
+                                   .n = a->n,
+                                   .seed = a->seed,
+                                   .e = a->e,
+                                   .k = a->k,
+                                   .layer = a->layer,
+                                   .routing = *out,
+                                   .prob_sum = prob_sum});
 }
 
 lf_status lf_loom_sort(lf_device *device, lf_stream *stream, const int32_t *expert, int64_t n, int32_t e, int32_t k,
@@ -217,18 +212,23 @@ lf_status lf_loom_sort(lf_device *device, lf_stream *stream, const int32_t *expe
     return SUBMIT(sort, .route = {.given = expert, .n = n, .e = e, .k = k, .routing = *out});
 }
 
-lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const float *dweight, int64_t n,
-                                 int32_t e, int32_t k, float temperature, float *dlogits)
+lf_status lf_loom_route_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const uint8_t *valid,
+                                 const float *dweight, const float *dprob_sum, int64_t n, int32_t e, int32_t k,
+                                 const lf_route_schedule *schedule, float *dlogits)
 {
     lf_status rc = check_shape(n, e, k);
-    if (rc == LF_OK) rc = check_routing(routing, n, EXPERT | WEIGHT);
+    if (rc == LF_OK) rc = check_routing(routing, n, EXPERT | WEIGHT | (dprob_sum ? PROB : 0));
     if (rc < 0) return rc;
-    LF_CHECK_ARG(temperature > 0 && isfinite(temperature), "temperature is %g, expected above 0", (double)temperature);
     LF_CHECK_ARG(n == 0 || (dweight && dlogits), "dweight or dlogits is NULL");
-    return SUBMIT(
-        route_backward,
-        .route = {
-            .dweight = dweight, .n = n, .e = e, .k = k, .temperature = temperature, .routing = *routing, .dlogits = dlogits});
+    return SUBMIT(route_backward, .route = {.valid = valid,
+                                            .schedule = schedule,
+                                            .n = n,
+                                            .e = e,
+                                            .k = k,
+                                            .routing = *routing,
+                                            .dweight = dweight,
+                                            .dprob_sum = dprob_sum,
+                                            .dlogits = dlogits});
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------------ */
@@ -251,15 +251,16 @@ lf_status lf__loom_check_rows(const lf__loom_rows_args *a, uint32_t touched)
     return LF_OK;
 }
 
-static lf_status submit_rows(lf_device *device, lf_stream *stream, size_t which, uint32_t touched, const lf__loom_rows_args *a)
+static lf_status submit_rows(lf_device *device, lf_stream *stream, size_t which, const char *name, uint32_t touched,
+                             const lf__loom_rows_args *a)
 {
     lf_status rc = lf__loom_check_rows(a, touched);
-    return rc < 0 ? rc : lf__loom_submit(device, stream, which, &(lf__loom_args){.rows = *a});
+    return rc < 0 ? rc : lf__loom_submit(device, stream, which, name, &(lf__loom_args){.rows = *a});
 }
 #define SUBMIT_ROWS(name, touched, ...)                                                                                 \
     LF_CHECK_ARG(routing, "routing is NULL");                                                                           \
     const lf__loom_rows_args rows = {.routing = *routing, .n = n, .d = d, .e = e, .k = k, .dtype = dtype, __VA_ARGS__}; \
-    return submit_rows(device, stream, offsetof(lf__loom_kernels, name), touched, &rows)
+    return submit_rows(device, stream, offsetof(lf__loom_kernels, name), #name, touched, &rows)
 
 lf_status lf_loom_permute(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *x, int64_t n, int32_t e,
                           int32_t k, int64_t d, int32_t dtype, void *xs)
@@ -268,9 +269,11 @@ lf_status lf_loom_permute(lf_device *device, lf_stream *stream, const lf_routing
 }
 
 lf_status lf_loom_permute_backward(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *dxs, int64_t n,
-                                   int32_t e, int32_t k, int64_t d, int32_t dtype, void *dx)
+                                   int32_t e, int32_t k, int64_t d, int32_t dtype, const float *dlogits, const float *weight,
+                                   void *dx)
 {
-    SUBMIT_ROWS(permute_backward, SLOT, .a = dxs, .out = dx);
+    LF_CHECK_ARG(!dlogits == !weight, "one of dlogits and weight is NULL, expected both or neither");
+    SUBMIT_ROWS(permute_backward, SLOT, .a = dxs, .out = dx, .dlogits = dlogits, .router = weight);
 }
 
 lf_status lf_loom_combine(lf_device *device, lf_stream *stream, const lf_routing *routing, const void *ys, int64_t n, int32_t e,
@@ -390,7 +393,7 @@ static lf_status sweep(lf_map *map, lf_stream *stream, const lf_range *ranges, i
     LF_TRY(fill_pieces(map, ranges, n, role, j, &n_blocks));
     if (role >= 0) LF_TRY(grow((void **)&j->partial, &j->partial_room, (size_t)n_blocks, sizeof *j->partial));
     j->fn = role < 0 ? table->adamw : table->sumsq;
-    if (!j->fn) LF_THROW(LF_ERR_UNSUPPORTED, "kernels %s lack this operation", table->name);
+    if (!j->fn) LF_THROW(LF_ERR_UNSUPPORTED, "kernels %s lack %s", table->name, role < 0 ? "adamw" : "sumsq");
     j->args.sweep = (lf__loom_sweep_args){j->pieces, n, n_blocks, hyper, j->partial, out};
     return submit_job(device, stream, j);
 out:

@@ -49,6 +49,20 @@ void lf__loom_gather(const lf__loom_rows_args *a, const float *scale, int64_t to
     }
 }
 
+/* sum (n) += <dlogits[token], router[:, at:at + n]>, itself summed over experts in order. */
+static void add_router(const lf__loom_rows_args *a, int64_t token, int64_t at, int64_t n, float *restrict sum)
+{
+    const float *dlogits = a->dlogits + token * a->e;
+    float row[LF_LOOM_TILE];
+    memset(row, 0, (size_t)n * sizeof *row);
+    for (int32_t j = 0; j < a->e; j++) {
+        const float *weight = a->router + j * a->d + at;
+        for (int64_t i = 0; i < n; i++) row[i] += dlogits[j] * weight[i];
+    }
+    for (int64_t i = 0; i < n; i++) sum[i] += row[i];
+}
+
+/* out[t] = sum over c of scale[t, c] * a[slot], scale 1 when `scale` is NULL; plus the router's part where there is one. */
 static void gather_sum(const lf__loom_rows_args *a, const float *scale, int64_t token)
 {
     float sum[LF_LOOM_TILE];
@@ -56,6 +70,7 @@ static void gather_sum(const lf__loom_rows_args *a, const float *scale, int64_t 
     for (int64_t at = 0; at < a->d; at += LF_LOOM_TILE) {
         const int64_t n = a->d - at < LF_LOOM_TILE ? a->d - at : LF_LOOM_TILE;
         lf__loom_gather(a, scale, token, at, n, sum);
+        if (a->dlogits) add_router(a, token, at, n, sum);
         lf__loom_store(a->dtype, out, at, n, sum);
     }
 }
@@ -69,7 +84,7 @@ lf_status lf__loom_cpu_permute_backward(const lf__loom_call *call, const lf__loo
 {
     (void)call;
     const lf__loom_rows_args *a = &args->rows;
-    lf__loom_spans(a->n, (a->k + 1) * a->d / 2 + 1, permute_backward_span, a);
+    lf__loom_spans(a->n, (a->k + 1 + (a->dlogits ? a->e : 0)) * a->d / 2 + 1, permute_backward_span, a);
     return LF_OK;
 }
 

@@ -161,7 +161,8 @@ void lf__loom_spans(int64_t n, int64_t cost, lf__loom_span_fn fn, const void *us
 const lf__loom_kernels lf__loom_cpu = {
     .size = sizeof(lf__loom_kernels),
     .name = "cpu",
-    .gumbel = lf__loom_cpu_gumbel,
+    .router = lf__loom_cpu_router,
+    .router_backward = lf__loom_cpu_router_backward,
     .route = lf__loom_cpu_route,
     .sort = lf__loom_cpu_sort,
     .route_backward = lf__loom_cpu_route_backward,
@@ -176,8 +177,4 @@ const lf__loom_kernels lf__loom_cpu = {
     .combine_add_norm = lf__loom_cpu_combine_add_norm,
     .add_norm_backward = lf__loom_cpu_add_norm_backward,
     .cross_entropy = lf__loom_cpu_cross_entropy,
-    .experts_open = lf__loom_cpu_experts_open,
-    .experts_close = lf__loom_cpu_experts_close,
-    .experts_forward = lf__loom_cpu_experts_forward,
-    .experts_backward = lf__loom_cpu_experts_backward,
 };

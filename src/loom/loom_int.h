@@ -16,26 +16,32 @@ enum {
     LF_LOOM_NORM_PARTS = 512, /* at most so many partial sums of a norm's dweight, (d) f32 each */
 };
 
-typedef struct lf__loom_gumbel_args {
-    const int64_t *token;
-    int64_t n, seed;
-    int32_t e, step, layer;
-    float *noise;
-} lf__loom_gumbel_args;
-
 typedef struct lf__loom_route_args {
-    const float *logits, *noise, *dweight;
+    const float *logits;
+    const int64_t *token;
     const uint8_t *valid;
-    const int32_t *given; /* sort only, which takes neither logits nor temperature */
-    int64_t n;
-    int32_t e, k;
-    float temperature;
+    const int32_t *given; /* sort only, which takes no logits */
+    const lf_route_schedule *schedule;
+    int64_t n, seed;
+    int32_t e, k, layer;
     lf_routing routing;
-    float *dlogits; /* backward only, like dweight */
+    float *prob_sum;
+    const float *dweight, *dprob_sum; /* from here on: backward only */
+    float *dlogits;
 } lf__loom_route_args;
 
-/* permute: a = x, out = xs. Its backward: a = dxs, out = dx. combine: a = ys, out = y. Its backward: a = ys, b = dy,
- * out = dys, dweight. */
+/* router: a = weight, out = logits. Its backward: a = dlogits, out = dweight. */
+typedef struct lf__loom_router_args {
+    const void *x;
+    const float *a;
+    int64_t n, d;
+    int32_t e, dtype, accumulate;
+    int32_t chunk, n_chunks; /* backward: tokens of a chunk, the last one may have fewer; workspace: (n_chunks, e, d) */
+    float *out, *workspace;
+} lf__loom_router_args;
+
+/* permute: a = x, out = xs. Its backward: a = dxs, out = dx, dlogits and router or neither. combine: a = ys, out = y. Its
+ * backward: a = ys, b = dy, out = dys, dweight. */
 typedef struct lf__loom_rows_args {
     lf_routing routing;
     const void *a, *b;
@@ -43,6 +49,7 @@ typedef struct lf__loom_rows_args {
     int32_t e, k, dtype;
     void *out;
     float *dweight;
+    const float *dlogits, *router; /* (n, e), (e, d) */
 } lf__loom_rows_args;
 
 /* One range of a class with the addresses of its planes; those a sweep does not use are NULL. */
@@ -97,40 +104,15 @@ typedef struct lf__loom_loss_args {
     int32_t dtype, accumulate, backward;
 } lf__loom_loss_args;
 
-/* One expert of a layer. The device's copy is the same struct. Gradients are NULL, both, when they are not wanted. */
-typedef struct lf__loom_expert {
-    const void *w_gu, *w_down; /* (2 f, d), (d, f) */
-    void *dw_gu, *dw_down;
-    int64_t hidden; /* f */
-} lf__loom_expert;
-
-/* What a plan of a layer's products is made from; lives as long as the plan. */
-typedef struct lf__loom_layer {
-    int32_t n_experts, d;
-    int64_t max_rows;
-    int32_t dtype, grad_dtype;
-    const lf__loom_expert *expert; /* (n_experts) */
-} lf__loom_layer;
-
-/* forward reads xs and writes gu, h, ys; backward reads xs, gu_in, dys and writes dgu, dh, dxs and the layer's gradients. */
-typedef struct lf__loom_experts_args {
-    void *plan; /* what experts_open made */
-    const int32_t *offset;
-    const void *xs, *gu_in, *dys;
-    void *gu, *h, *ys, *dgu, *dh, *dxs;
-    int32_t accumulate;
-} lf__loom_experts_args;
-
 typedef union lf__loom_args {
-    lf__loom_gumbel_args gumbel;
     lf__loom_route_args route;
+    lf__loom_router_args router;
     lf__loom_rows_args rows;
     lf__loom_sweep_args sweep;
     lf__loom_add_args add;
     lf__loom_norm_args norm;
     lf__loom_norm_backward_args norm_backward;
     lf__loom_loss_args loss;
-    lf__loom_experts_args experts;
 } lf__loom_args;
 
 /* Where to run. The CPU's kernels ignore it. */
@@ -145,22 +127,21 @@ typedef lf_status (*lf__loom_fn)(const lf__loom_call *call, const lf__loom_args 
 typedef struct lf__loom_kernels {
     uint32_t size; /* sizeof(lf__loom_kernels) */
     const char *name;
-    lf__loom_fn gumbel, route, sort, route_backward;
+    lf__loom_fn router, router_backward, route, sort, route_backward;
     lf__loom_fn permute, permute_backward, combine, combine_backward;
     lf__loom_fn adamw, sumsq, add;
     lf__loom_fn add_norm, combine_add_norm, add_norm_backward, cross_entropy;
-    lf_status (*experts_open)(void *context, const lf__loom_layer *layer, void **plan);
-    void (*experts_close)(void *context, void *plan); /* NULL is allowed */
-    lf__loom_fn experts_forward, experts_backward;
 } lf__loom_kernels;
 
 extern const lf__loom_kernels lf__loom_cpu;
 
 /* loom_cpu_route.c */
-lf_status lf__loom_cpu_gumbel(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_route(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_sort(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_route_backward(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cpu_router.c */
+lf_status lf__loom_cpu_router(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_router_backward(const lf__loom_call *call, const lf__loom_args *args);
 /* loom_cpu_rows.c */
 lf_status lf__loom_cpu_permute(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_permute_backward(const lf__loom_call *call, const lf__loom_args *args);
@@ -176,18 +157,13 @@ lf_status lf__loom_cpu_combine_add_norm(const lf__loom_call *call, const lf__loo
 lf_status lf__loom_cpu_add_norm_backward(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_cross_entropy(const lf__loom_call *call, const lf__loom_args *args);
 
-/* loom_cpu_experts.c */
-lf_status lf__loom_cpu_experts_open(void *context, const lf__loom_layer *layer, void **plan);
-void lf__loom_cpu_experts_close(void *context, void *plan);
-lf_status lf__loom_cpu_experts_forward(const lf__loom_call *call, const lf__loom_args *args);
-lf_status lf__loom_cpu_experts_backward(const lf__loom_call *call, const lf__loom_args *args);
-
 /** The table of a device: LF_ERR_INVALID (NULL), LF_ERR_UNSUPPORTED. */
 lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table);
-/** Run or queue checked work that has no arrays of its own; `which` is the function's place in the table. */
-lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const lf__loom_args *args);
+/** Run or queue checked work that has no arrays of its own; `which` is the function's place in the table, `name` its name there.
+ *  LF_ERR_UNSUPPORTED when the device lacks it. */
+lf_status lf__loom_submit(lf_device *device, lf_stream *stream, size_t which, const char *name, const lf__loom_args *args);
 #define LF_LOOM_SUBMIT(device, stream, name, ...) \
-    lf__loom_submit(device, stream, offsetof(lf__loom_kernels, name), &(lf__loom_args){__VA_ARGS__})
+    lf__loom_submit(device, stream, offsetof(lf__loom_kernels, name), #name, &(lf__loom_args){__VA_ARGS__})
 /** Arguments of an operation on routed rows: shape, dtype, and of the routing offset and the arrays in `touched`. */
 enum { LF_LOOM_EXPERT = 1, LF_LOOM_WEIGHT = 2, LF_LOOM_PROB = 4, LF_LOOM_ROW = 8, LF_LOOM_SLOT = 16 };
 lf_status lf__loom_check_rows(const lf__loom_rows_args *args, uint32_t touched);

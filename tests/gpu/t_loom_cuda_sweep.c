@@ -254,12 +254,14 @@ static void find_driver(void)
     CHECK(driver.begin && driver.end && driver.instantiate && driver.launch && driver.free_exec && driver.free_graph);
 }
 
-/* A step in small: noise, routing, rows out and back, their backwards, clipping's norm, AdamW. */
+/* A step in small: router, routing with noise of a step in device memory, rows out and back, their backwards, clipping's norm, AdamW. */
 typedef struct step {
     int64_t n, d;
     int32_t e, k;
     int64_t *token;
-    float *logits, *noise, *dweight, *dlogits;
+    lf_route_schedule *schedule;
+    float *router, *logits, *prob_sum, *dweight, *dlogits, *drouter;
+    void *workspace;
     lf_routing r;
     uint16_t *x, *xs, *y, *dxs, *dx;
     lf_map *map;
@@ -274,7 +276,10 @@ static void make_step(step *s)
     *s = (step){.n = 3000, .d = 256, .e = 16, .k = 2};
     const size_t n = (size_t)s->n, ne = n * 16 * 4, slots = n * 2 * 4, row = (size_t)s->d * 2;
     s->token = device(n * 8, 0);
-    s->logits = device(ne, 0), s->noise = device(ne, 1), s->dlogits = device(ne, 1), s->dweight = device(slots, 1);
+    s->logits = device(ne, 1), s->dlogits = device(ne, 1), s->dweight = device(slots, 1);
+    s->router = device(16 * (size_t)s->d * 4, 0), s->drouter = device(16 * (size_t)s->d * 4, 1);
+    s->schedule = device(sizeof *s->schedule, 0), s->prob_sum = device(16 * 4, 1);
+    s->workspace = device((size_t)lf_loom_router_workspace(s->n, s->e, s->d), 1);
     s->x = device(n * row, 0), s->y = device(n * row, 1), s->dx = device(n * row, 1);
     s->xs = device(2 * n * row, 1), s->dxs = device(2 * n * row, 1);
     s->r = (lf_routing){.size = sizeof s->r,
@@ -298,15 +303,18 @@ static void set_inputs(const step *s, int32_t number)
 {
     lf__rng_init(&rng, (uint64_t)number, 1, 1, 1);
     int64_t *token = host((size_t)s->n * 8);
-    float *logits = host((size_t)(s->n * s->e) * 4);
+    const size_t router_bytes = (size_t)(s->e * s->d) * 4;
+    float *router = host(router_bytes);
+    const lf_route_schedule schedule = {number, number % 3 ? uniform(0.2f, 2) : 0, uniform(0.5f, 2)};
     uint16_t *x = host((size_t)(s->n * s->d) * 2);
     lf_adamw h;
     for (int64_t i = 0; i < s->n; i++) token[i] = lf__rng_u32(&rng);
-    for (int64_t i = 0; i < s->n * s->e; i++) logits[i] = uniform(-3, 3);
+    for (int64_t i = 0; i < s->e * s->d; i++) router[i] = uniform(-0.3f, 0.3f);
     for (int64_t i = 0; i < s->n * s->d; i++) x[i] = lf__bf16_from_f32(uniform(-2, 2));
     CHECK_OK(lf_adamw_init(&h, 1e-3, 0.9, 0.99, 1e-8, 0.1, number + 1, 0.5));
     CHECK_OK(lf_copy(gpu, s->token, token, (size_t)s->n * 8, NULL));
-    CHECK_OK(lf_copy(gpu, s->logits, logits, (size_t)(s->n * s->e) * 4, NULL));
+    CHECK_OK(lf_copy(gpu, s->router, router, router_bytes, NULL));
+    CHECK_OK(lf_copy(gpu, s->schedule, &schedule, sizeof schedule, NULL));
     CHECK_OK(lf_copy(gpu, s->x, x, (size_t)(s->n * s->d) * 2, NULL));
     CHECK_OK(lf_copy(gpu, s->hyper, &h, sizeof h, NULL));
 }
@@ -315,14 +323,24 @@ static lf_status queue_step(const step *s, lf_stream *on)
 {
     const int32_t dtype = LF_DTYPE_BF16;
     lf_status rc;
-    LF_TRY(lf_loom_gumbel(gpu, on, s->token, s->n, s->e, 1, 2, 3, s->noise));
-    LF_TRY(lf_loom_route(gpu, on, s->logits, s->noise, NULL, s->n, s->e, s->k, 1, &s->r));
+    const lf_route_args args = {.size = sizeof args,
+                                .logits = s->logits,
+                                .token = s->token,
+                                .schedule = s->schedule,
+                                .n = s->n,
+                                .seed = 5,
+                                .e = s->e,
+                                .k = s->k,
+                                .layer = 3};
+    LF_TRY(lf_loom_router(gpu, on, s->x, s->router, s->n, s->e, s->d, dtype, s->logits));
+    LF_TRY(lf_loom_route(gpu, on, &args, &s->r, s->prob_sum));
     LF_TRY(lf_loom_sort(gpu, on, s->r.expert, s->n, s->e, s->k, &s->r)); /* the same again */
     LF_TRY(lf_loom_permute(gpu, on, &s->r, s->x, s->n, s->e, s->k, s->d, dtype, s->xs));
     LF_TRY(lf_loom_combine(gpu, on, &s->r, s->xs, s->n, s->e, s->k, s->d, dtype, s->y));
     LF_TRY(lf_loom_combine_backward(gpu, on, &s->r, s->xs, s->y, s->n, s->e, s->k, s->d, dtype, s->dxs, s->dweight));
-    LF_TRY(lf_loom_permute_backward(gpu, on, &s->r, s->dxs, s->n, s->e, s->k, s->d, dtype, s->dx));
-    LF_TRY(lf_loom_route_backward(gpu, on, &s->r, s->dweight, s->n, s->e, s->k, 1, s->dlogits));
+    LF_TRY(lf_loom_route_backward(gpu, on, &s->r, NULL, s->dweight, s->prob_sum, s->n, s->e, s->k, s->schedule, s->dlogits));
+    LF_TRY(lf_loom_permute_backward(gpu, on, &s->r, s->dxs, s->n, s->e, s->k, s->d, dtype, s->dlogits, s->router, s->dx));
+    LF_TRY(lf_loom_router_backward(gpu, on, s->dlogits, s->x, s->n, s->e, s->d, dtype, s->drouter, 0, s->workspace));
     LF_TRY(lf_loom_sumsq(s->map, on, s->ranges, s->n_ranges, LF_ROLE_GRAD, s->norm));
     LF_TRY(lf_loom_adamw(s->map, on, s->ranges, s->n_ranges, s->hyper));
 out:
@@ -336,6 +354,8 @@ static void check_same_step(const step *a, const step *b)
     check_bytes("y", a->y, down(b->y, row), row);
     check_bytes("dx", a->dx, down(b->dx, row), row);
     check_bytes("dlogits", a->dlogits, down(b->dlogits, (size_t)a->n * 64), (size_t)a->n * 64);
+    check_bytes("prob_sum", a->prob_sum, down(b->prob_sum, 64), 64);
+    check_bytes("drouter", a->drouter, down(b->drouter, (size_t)a->d * 64), (size_t)a->d * 64);
     check_bytes("norm", a->norm, down(b->norm, 8), 8);
     check_bytes("map", slab_of(a->map), down(slab_of(b->map), (size_t)lf_map_bytes(b->map)), (size_t)lf_map_bytes(a->map));
 }

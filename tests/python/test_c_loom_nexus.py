@@ -4,6 +4,7 @@
 import gc
 import math
 import signal
+import struct
 import threading
 import time
 import weakref
@@ -49,11 +50,80 @@ class Routing:
 # ---- ExpertLoom
 
 
-def test_gumbel_is_the_models_noise(cpu):
-    token = torch.tensor([0, 1, 2**33 + 5, -9, 123456789])
-    noise = torch.empty(5, 13)
-    _C.loom_gumbel(cpu, 0, token.data_ptr(), 5, 13, 2**40 + 17, 9, 3, noise.data_ptr())
-    assert torch.allclose(noise, gumbel_noise(2**40 + 17, 9, 3, token, 13), rtol=1e-6, atol=1e-7)
+def schedule(step, noise_scale, temperature):
+    return torch.frombuffer(bytearray(struct.pack("=iff", step, noise_scale, temperature)), dtype=torch.uint8)
+
+
+def loom_route(cpu, logits, token, valid, k, seed, layer, plan, routing, prob_sum):
+    n, e = logits.shape
+    address = [0 if t is None else t.data_ptr() for t in (token, valid, plan, prob_sum)]
+    _C.loom_route(cpu, 0, logits.data_ptr(), *address[:2], n, e, k, seed, layer, address[2], routing.address, address[3])
+
+
+@pytest.mark.parametrize(
+    "n,e,k,masked", [(200, 16, 2, True), (1, 1, 1, False), (33, 256, 8, True), (97, 6, 6, False), (0, 4, 2, False)]
+)
+def test_routing_is_the_models(cpu, n, e, k, masked):
+    """Noise, choice, weights, balance statistics and their gradients against models/moe.py's formulas in float64 autograd."""
+    torch.manual_seed(n)
+    seed, layer, step, scale, tau = 2**40 + 17, 3, 9, 0.75, 0.6
+    token = torch.randint(-(2**62), 2**62, (n,))
+    logits = torch.randn(n, e)
+    valid = torch.rand(n) > 0.3 if masked else torch.ones(n, dtype=torch.bool)
+    r, prob_sum, plan = Routing(n, e, k), torch.full((e,), math.nan), schedule(step, scale, tau)
+    loom_route(cpu, logits, token, valid, k, seed, layer, plan, r, prob_sum)
+
+    noisy = (logits + scale * gumbel_noise(seed, step, layer, token, e)) / tau  # f32, rounded as the model rounds it
+    ids = noisy.topk(k, dim=-1).indices
+    assert torch.equal(r.expert[valid].long(), ids[valid]) and (r.expert[~valid] == -1).all()
+    a = logits.double().requires_grad_()
+    full = torch.softmax((a + scale * gumbel_noise(seed, step, layer, token, e).double()) / tau, -1)
+    weight = full.gather(1, ids)
+    weight = weight / weight.sum(-1, keepdim=True) * valid[:, None]
+    sums = (torch.softmax(a / tau, -1) * valid[:, None]).sum(0)
+    torch.testing.assert_close(r.weight.double(), weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(r.prob.double(), torch.softmax(a / tau, -1).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(prob_sum.double(), sums.detach(), rtol=1e-6, atol=1e-6)
+
+    dweight, dprob_sum, dlogits = torch.randn(n, k), torch.randn(e), torch.full((n, e), math.nan)
+    ((weight * dweight).sum() + (sums * dprob_sum).sum()).backward()
+    _C.loom_route_backward(
+        cpu,
+        0,
+        r.address,
+        valid.data_ptr(),
+        dweight.data_ptr(),
+        dprob_sum.data_ptr(),
+        n,
+        e,
+        k,
+        plan.data_ptr(),
+        dlogits.data_ptr(),
+    )
+    torch.testing.assert_close(dlogits.double(), a.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n,e,d", [(57, 6, 24), (1, 1, 1), (300, 16, 200)])
+def test_router_products_match_float64(cpu, dtype, n, e, d):
+    torch.manual_seed(d)
+    k, code = min(2, e), F32 if dtype is torch.float32 else BF16
+    x, weight, dlogits = torch.randn(n, d, dtype=dtype), torch.randn(e, d), torch.randn(n, e)
+    logits, dweight, dx = torch.full((n, e), math.nan), torch.ones(e, d), torch.full((n, d), math.nan, dtype=dtype)
+    _C.loom_router(cpu, 0, x.data_ptr(), weight.data_ptr(), n, e, d, code, logits.data_ptr())
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+    workspace = torch.empty(_C.loom_router_workspace(n, e, d), dtype=torch.uint8)
+    _C.loom_router_backward(cpu, 0, dlogits.data_ptr(), x.data_ptr(), n, e, d, code, dweight.data_ptr(), 1, workspace.data_ptr())
+    torch.testing.assert_close(dweight.double(), 1 + dlogits.double().T @ x.double(), rtol=1e-5, atol=1e-5)
+
+    r, rows = Routing(n, e, k), torch.randn(n * k, d, dtype=dtype)
+    loom_route(cpu, logits, None, None, k, 0, 0, None, r, None)
+    _C.loom_permute_backward(
+        cpu, 0, r.address, rows.data_ptr(), n, e, k, d, code, dlogits.data_ptr(), weight.data_ptr(), dx.data_ptr()
+    )
+    want = rows.double()[r.slot.long()].view(n, k, d).sum(1) + dlogits.double() @ weight.double()
+    torch.testing.assert_close(dx.double(), want, rtol=1e-5 if code == F32 else 2**-8, atol=1e-5)
 
 
 def test_layer_of_experts_matches_autograd(cpu):
@@ -71,7 +141,8 @@ def test_layer_of_experts_matches_autograd(cpu):
     y.backward(dy)
 
     r = Routing(n, e, k)
-    _C.loom_route(cpu, 0, logits.data_ptr(), 0, valid.data_ptr(), n, e, k, tau, r.address)
+    plan = schedule(0, 0.0, tau)
+    loom_route(cpu, logits, None, valid, k, 0, 0, plan, r, None)
     assert torch.equal(r.expert[valid].long(), chosen[valid]) and (r.expert[~valid] == -1).all()
     rows, ys, out = torch.full((n * k, d), math.nan), torch.full((n * k, d), math.nan), torch.full((n, d), math.nan)
     _C.loom_permute(cpu, 0, r.address, x.data_ptr(), n, e, k, d, F32, rows.data_ptr())
@@ -90,8 +161,10 @@ def test_layer_of_experts_matches_autograd(cpu):
     _C.loom_combine_backward(cpu, 0, r.address, ys.data_ptr(), dy.data_ptr(), n, e, k, d, F32, dys.data_ptr(), dweight.data_ptr())
     for i in range(e):
         drows[bounds[i] : bounds[i + 1]] = dys[bounds[i] : bounds[i + 1]] @ matrices[i].T
-    _C.loom_permute_backward(cpu, 0, r.address, drows.data_ptr(), n, e, k, d, F32, dx.data_ptr())
-    _C.loom_route_backward(cpu, 0, r.address, dweight.data_ptr(), n, e, k, tau, dlogits.data_ptr())
+    _C.loom_permute_backward(cpu, 0, r.address, drows.data_ptr(), n, e, k, d, F32, 0, 0, dx.data_ptr())
+    _C.loom_route_backward(
+        cpu, 0, r.address, valid.data_ptr(), dweight.data_ptr(), 0, n, e, k, plan.data_ptr(), dlogits.data_ptr()
+    )
     torch.testing.assert_close(dx, b.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dlogits, a.grad, rtol=1e-4, atol=1e-4)
 

@@ -45,10 +45,13 @@ def test_a_strided_gradient_is_taken_whole(n):
 
 
 def test_strided_tokens_give_the_same_noise():
-    from loongforge.loom import gumbel_noise
+    from loongforge.loom import WovenMixture
+    from loongforge.models.config import preset
 
-    token = torch.arange(20000)
-    assert torch.equal(gumbel_noise(1, 2, 3, token.repeat_interleave(2)[::2], 16), gumbel_noise(1, 2, 3, token, 16))
+    layer = WovenMixture(preset("tiny"), 0)
+    x, token = torch.randn(1, 300, 128), torch.arange(300)
+    strided, plain = (layer(x, t, None, 0, 1.0)[1].counts for t in (token.repeat_interleave(2)[::2], token))
+    assert torch.equal(strided, plain) and not torch.equal(plain, layer(x, token + 1, None, 0, 1.0)[1].counts)
 
 
 def test_a_batch_keeps_its_memory(scenes):

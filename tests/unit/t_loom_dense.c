@@ -160,7 +160,8 @@ static lf_routing make_routing(int64_t n, int32_t e, int32_t k)
     r.expert = array(n * k, LF_DTYPE_I32), r.weight = array(n * k, LF_DTYPE_F32), r.prob = array(n * e, LF_DTYPE_F32);
     r.count = array(e, LF_DTYPE_I32), r.offset = array(e + 1, LF_DTYPE_I32);
     r.row = array(n * k, LF_DTYPE_I32), r.slot = array(n * k, LF_DTYPE_I32);
-    CHECK_OK(lf_loom_route(cpu, NULL, logits, NULL, valid, n, e, k, 1, &r));
+    const lf_route_args args = {.size = sizeof args, .logits = logits, .valid = valid, .n = n, .e = e, .k = k};
+    CHECK_OK(lf_loom_route(cpu, NULL, &args, &r, NULL));
     return r;
 }
 

@@ -25,10 +25,7 @@ enum { LF_LOOM_CUDA_SCRATCH = 1 << 17 }; /* bytes; no operation ever needs more 
 lf_status lf__loom_cuda_scratch(const lf__loom_call *call, void **out);
 
 /* loom_cuda_route.cu */
-lf_status lf__loom_cuda_gumbel(const lf__loom_call *call, const lf__loom_args *args);
-lf_status lf__loom_cuda_route(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_sort(const lf__loom_call *call, const lf__loom_args *args);
-lf_status lf__loom_cuda_route_backward(const lf__loom_call *call, const lf__loom_args *args);
 /* loom_cuda_rows.cu */
 lf_status lf__loom_cuda_permute(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_permute_backward(const lf__loom_call *call, const lf__loom_args *args);

@@ -247,6 +247,7 @@ lf_status lf__loom_cuda_permute(const lf__loom_call *call, const lf__loom_args *
 
 lf_status lf__loom_cuda_permute_backward(const lf__loom_call *call, const lf__loom_args *args)
 {
+    if (args->rows.dlogits) return lf__fail(LF_ERR_UNSUPPORTED, "kernels cuda lack permute_backward with a router's gradient");
     return run(call, GATHER_SUM, &args->rows, false, "loom_gather_sum (backward of permute)");
 }
 
