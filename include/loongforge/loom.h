@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file loom.h  ExpertLoom: router, routing, row permutation, norms, the loss, and the optimizer sweep.
+/** @file loom.h  ExpertLoom: router, routing, row permutation, the experts' products, norms, the loss, and the optimizer sweep.
  *
  *  All pointers are device memory of `device`; work is queued on `stream` (NULL: done on return). Shapes use n tokens,
  *  e experts, k choices a token, d features. Every output element is written; reruns give the same bits for any number of
@@ -164,6 +164,69 @@ LF_API lf_status lf_loom_add_norm_backward(lf_device *device, lf_stream *stream,
 LF_API lf_status lf_loom_cross_entropy(lf_device *device, lf_stream *stream, void *logits, const int64_t *target, int64_t n,
                                        int64_t v, int64_t ld, int32_t dtype, float *row_loss, double *loss_sum,
                                        int32_t accumulate, int32_t backward);
+
+/* ---- experts --------------------------------------------------------------------------------------------------------- */
+
+/** The matrix products of one layer of SwiGLU experts of unequal sizes: a plan, made once, that both directions use.
+ *
+ *  Rows are sorted by expert as route and permute leave them: expert i has rows offset[i] to offset[i + 1]. Nothing is padded,
+ *  counts are read where the work runs, so a captured graph obeys whatever offset holds when it is replayed. Sums are made in
+ *  f32 and rounded once.
+ *
+ *  Regions: a matrix whose width depends on its expert (gu, dgu: 2 f_i; h, dh: f_i) lies densely, expert after expert. With
+ *  base_i = the sum of rows_j f_j over j < i, expert i's region starts at element base_i of h and dh and at element 2 base_i of
+ *  gu and dgu. In a row of gu, gate's f_i come before up's. max_rows * max(f) elements always suffice for h and dh, twice as many
+ *  for gu and dgu.
+ *
+ *  Rows behind offset[n_experts] (tokens routed nowhere) are neither read nor written, in xs, ys, dys and dxs: combine and
+ *  permute_backward do not read them either. So may the regions behind the last expert's hold anything. */
+typedef struct lf_experts lf_experts;
+
+/** What a plan is made of. Filled by lf_experts_options_init, then by the caller. Arrays are host memory of n_experts and are
+ *  copied; what their addresses point at is memory of the device, which stays the caller's and must outlive the plan. */
+typedef struct lf_experts_options {
+    size_t size;
+    int32_t n_experts;         /* 1 to LF_MAX_EXPERTS */
+    int32_t d;                 /* width of a token; on CUDA a multiple of 8, like every hidden size */
+    int64_t max_rows;          /* rows that xs, ys and the regions have room for */
+    const int32_t *hidden;     /* f of each expert */
+    const void *const *w_gu;   /* (2 f, d) of dtype: gate's rows, then up's (torch.nn.Linear.weight of both, side by side) */
+    const void *const *w_down; /* (d, f) of dtype */
+    void *const *dw_gu;        /* (2 f, d) of grad_dtype, where gradients go; NULL, both: weights that are not trained */
+    void *const *dw_down;      /* (d, f) of grad_dtype */
+    int32_t dtype;             /* of weights and rows: BF16 (the default) or F32; on CUDA BF16 */
+    int32_t grad_dtype;        /* BF16 (the default) or F32 */
+} lf_experts_options;
+
+/** Defaults, no experts.  @return LF_ERR_INVALID (NULL). */
+LF_API lf_status lf_experts_options_init(lf_experts_options *options);
+
+/** Make a plan. It holds a reference of the device and, on CUDA, a small table in device memory; the scratch of a call belongs to
+ *  its stream. Waits for the device; not inside a capture.
+ *  @param[out] out NULL on failure.
+ *  @return LF_ERR_INVALID names the value: n_experts, d, max_rows, a hidden size, a dtype, a NULL or (on CUDA) not 16-byte
+ *  aligned address, dw_gu without dw_down; LF_ERR_UNSUPPORTED: F32 on CUDA, a library built without CUTLASS, no kernel for this
+ *  GPU; LF_ERR_NOMEM; LF_ERR_DEVICE. */
+LF_API lf_status lf_experts_open(lf_experts **out, lf_device *device, const lf_experts_options *options);
+/** Free the plan; NULL is allowed. Queued work of it must be done, and graphs that captured it must not be replayed. */
+LF_API void lf_experts_close(lf_experts *experts);
+/** The device it was opened on, borrowed; NULL for NULL. */
+LF_API lf_device *lf_experts_device(const lf_experts *experts);
+
+/** gu = xs w_gu^T; h = silu(gate) * up; ys = h w_down^T.  offset: (n_experts + 1) i32, as lf_routing; xs, ys: (max_rows, d).
+ *  gu and h are regions: gu is kept for the backward, h is not needed by it. Addresses may be NULL when max_rows is 0, and are
+ *  16-byte aligned on CUDA.
+ *  @return LF_ERR_INVALID; LF_ERR_NOMEM; LF_ERR_DEVICE. offset must start at 0, not decrease, and end at most at max_rows: the CPU
+ *  looks when the work runs (LF_ERR_INVALID, on a stream at its next sync), CUDA does not.  Threads: any, a plan is only read;
+ *  backwards of one plan write the same gradients, so they need an order. */
+LF_API lf_status lf_experts_forward(lf_experts *experts, lf_stream *stream, const int32_t *offset, const void *xs, void *gu,
+                                    void *h, void *ys);
+/** From dys (max_rows, d), xs and the forward's gu: dh = dys w_down; dgu from gu and dh, where dh becomes h again, in place;
+ *  dxs = dgu w_gu; dw_gu = or += dgu^T xs; dw_down = or += dys^T h. dxs is written before the gradients of weights. dgu may be gu
+ *  itself.
+ *  @param accumulate 1: add to the weights' gradients; 0: write them, zeros for an expert without rows.  @return as forward. */
+LF_API lf_status lf_experts_backward(lf_experts *experts, lf_stream *stream, const int32_t *offset, const void *xs,
+                                     const void *gu, const void *dys, void *dgu, void *dh, void *dxs, int32_t accumulate);
 
 /* ---- optimizer sweep ------------------------------------------------------------------------------------------------- */
 

@@ -86,8 +86,8 @@ static lf_status run_job(void *user)
     return rc;
 }
 
-/* Run or queue `j`, which is given back in every case. The CPU's kernels cannot fail, so an error of lf_stream_run means that
- * the job was neither run nor queued. */
+/* Run or queue `j`, which is given back in every case. An error of lf_stream_run on a stream means that the job was not queued:
+ * one that fails later is told at the stream's sync. */
 static lf_status submit_job(lf_device *device, lf_stream *stream, job *j)
 {
     lf_status rc;

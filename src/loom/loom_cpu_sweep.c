@@ -177,4 +177,8 @@ const lf__loom_kernels lf__loom_cpu = {
     .combine_add_norm = lf__loom_cpu_combine_add_norm,
     .add_norm_backward = lf__loom_cpu_add_norm_backward,
     .cross_entropy = lf__loom_cpu_cross_entropy,
+    .experts_open = lf__loom_cpu_experts_open,
+    .experts_close = lf__loom_cpu_experts_close,
+    .experts_forward = lf__loom_cpu_experts_forward,
+    .experts_backward = lf__loom_cpu_experts_backward,
 };

@@ -104,6 +104,30 @@ typedef struct lf__loom_loss_args {
     int32_t dtype, accumulate, backward;
 } lf__loom_loss_args;
 
+/* One expert of a layer. The device's copy is the same struct. Gradients are NULL, both, when they are not wanted. */
+typedef struct lf__loom_expert {
+    const void *w_gu, *w_down; /* (2 f, d), (d, f) */
+    void *dw_gu, *dw_down;
+    int64_t hidden; /* f */
+} lf__loom_expert;
+
+/* What a plan of a layer's products is made from; lives as long as the plan. */
+typedef struct lf__loom_layer {
+    int32_t n_experts, d;
+    int64_t max_rows;
+    int32_t dtype, grad_dtype;
+    const lf__loom_expert *expert; /* (n_experts) */
+} lf__loom_layer;
+
+/* forward reads xs and writes gu, h, ys; backward reads xs, gu_in, dys and writes dgu, dh, dxs and the layer's gradients. */
+typedef struct lf__loom_experts_args {
+    void *plan; /* what experts_open made */
+    const int32_t *offset;
+    const void *xs, *gu_in, *dys;
+    void *gu, *h, *ys, *dgu, *dh, *dxs;
+    int32_t accumulate;
+} lf__loom_experts_args;
+
 typedef union lf__loom_args {
     lf__loom_route_args route;
     lf__loom_router_args router;
@@ -113,6 +137,7 @@ typedef union lf__loom_args {
     lf__loom_norm_args norm;
     lf__loom_norm_backward_args norm_backward;
     lf__loom_loss_args loss;
+    lf__loom_experts_args experts;
 } lf__loom_args;
 
 /* Where to run. The CPU's kernels ignore it. */
@@ -131,6 +156,9 @@ typedef struct lf__loom_kernels {
     lf__loom_fn permute, permute_backward, combine, combine_backward;
     lf__loom_fn adamw, sumsq, add;
     lf__loom_fn add_norm, combine_add_norm, add_norm_backward, cross_entropy;
+    lf_status (*experts_open)(void *context, const lf__loom_layer *layer, void **plan);
+    void (*experts_close)(void *context, void *plan); /* NULL is allowed */
+    lf__loom_fn experts_forward, experts_backward;
 } lf__loom_kernels;
 
 extern const lf__loom_kernels lf__loom_cpu;
@@ -156,6 +184,12 @@ lf_status lf__loom_cpu_add_norm(const lf__loom_call *call, const lf__loom_args *
 lf_status lf__loom_cpu_combine_add_norm(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_add_norm_backward(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_cross_entropy(const lf__loom_call *call, const lf__loom_args *args);
+
+/* loom_cpu_experts.c */
+lf_status lf__loom_cpu_experts_open(void *context, const lf__loom_layer *layer, void **plan);
+void lf__loom_cpu_experts_close(void *context, void *plan);
+lf_status lf__loom_cpu_experts_forward(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_experts_backward(const lf__loom_call *call, const lf__loom_args *args);
 
 /** The table of a device: LF_ERR_INVALID (NULL), LF_ERR_UNSUPPORTED. */
 lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table);
