@@ -5,11 +5,12 @@
 #             TORCH_INDEX=URL          package index for torch alone (for the smaller CPU build, say)
 #             LOONGFORGE_DEPS=FILE     offline bundle to use instead of system packages (default: dist/loongforge-deps-*)
 #             PRESET=release           CMake preset that `make build` builds and the Python package uses
+#             DEVICE=cuda              `make train` on the GPU (default: the CPU);  SIZE=small  a larger preset
 #             TRAIN_ARGS="..."         further arguments for `loongforge train`;  SCENES=N  number of sample scenes
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-long lint format wheel offline-bundle clean distclean
-export PYTHON PYTHON_ENV TORCH_INDEX LOONGFORGE_DEPS PRESET TRAIN_ARGS SCENES
+export PYTHON PYTHON_ENV TORCH_INDEX LOONGFORGE_DEPS PRESET TRAIN_ARGS SCENES DEVICE SIZE
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 18

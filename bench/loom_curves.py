@@ -20,8 +20,8 @@ from report import Report
 
 import loongforge
 from loongforge.graph import StepGraph
-from loongforge.loom import gumbel_noise
 from loongforge.models.gr00t_n16 import Gr00tN16, preset
+from loongforge.models.noise import gumbel_noise
 
 
 def arguments():

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from .loom import unweave, weave
 from .mapping import ParameterMap, map_of
+from .models.gr00t_n16 import Gr00tN16
+from .woven import unweave_gr00t, weave_gr00t
 
 
 def accelerate(model: nn.Module, *, dtype=None, options: dict | None = None, pool_bytes: dict | None = None) -> ParameterMap:
@@ -21,12 +25,18 @@ def accelerate(model: nn.Module, *, dtype=None, options: dict | None = None, poo
         held = ParameterMap(model, options, dtype=dtype, pool_bytes=pool_bytes)
     elif dtype or options or pool_bytes:
         raise RuntimeError("the model is on a map already, so options come too late; hint: undo(model) first")
+    if type(model) is Gr00tN16 and held.torch_device.type == "cuda":
+        try:
+            weave_gr00t(model, held)
+        except NotImplementedError as why:
+            warnings.warn(f"layers run unfused, with a look at the token counts in each: {why}", RuntimeWarning, stacklevel=2)
     weave(model)
     return held
 
 
 def undo(model: nn.Module) -> None:
     """Take a model off its map: parameters own their memory, forwards and state dicts are stock again."""
+    unweave_gr00t(model)
     unweave(model)
     held = map_of(model)
     if held is not None:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of one layer on the map: a plan of the library over their weights, gradients written where the map has them."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _C
+from .streams import DTYPES, stream_of
+
+
+class ExpertSet:
+    """SwiGLU experts of unequal hidden sizes.
+
+    held: the map that has their parameters. weights: an expert a row, (gate, up, down) of shapes (f, d), (f, d), (d, f), or
+    (gate_up, down) with gate's rows over up's. All are trained or none is.
+    Raises NotImplementedError where the map or the device cannot serve them: the message says why.
+    """
+
+    def __init__(self, held, weights):
+        self.held, self.weights = held, [tuple(row) for row in weights]
+        self._open()
+
+    def _open(self) -> None:
+        held = self.held
+        rows = [[held.block_of(p) for p in row] for row in self.weights]
+        self.blocks = [b for row in rows for b in row]
+        first = self.blocks[0]
+        if any(b is None for b in self.blocks):
+            raise NotImplementedError("an expert's weight is not on the map")
+        if len({b.param.dtype for b in self.blocks}) != 1 or first.param.dtype not in (torch.bfloat16, torch.float32):
+            raise NotImplementedError("the experts' weights are not all bfloat16, or all float32")
+        self.dtype, self.d = first.param.dtype, rows[0][-1].param.shape[0]
+        self.trained = first.grad is not None
+        if any((b.grad is not None) != self.trained for b in self.blocks):
+            raise NotImplementedError("some of the experts' weights are frozen and some are not")
+        planes = ("weight", "grad") if self.trained else ("weight",)
+        for row in rows:
+            if len(row) == 3 and not all(_adjoin(getattr(row[0], plane), getattr(row[1], plane)) for plane in planes):
+                raise NotImplementedError(f"{row[0].name} and {row[1].name} do not lie side by side in the map")
+        hidden = [row[-1].param.shape[1] for row in rows]
+        self.widest = max(hidden)
+        places = []
+        for plane in planes:
+            places += [[getattr(row[0], plane).data_ptr() for row in rows], [getattr(row[-1], plane).data_ptr() for row in rows]]
+        places += [None] * (4 - len(places))
+        try:
+            self.handle = _C.loom_experts_open(
+                held.device,
+                self.d,
+                2**31 - 1,
+                DTYPES[self.dtype],
+                DTYPES[first.grad.dtype if self.trained else torch.float32],
+                hidden,
+                *places,
+            )
+        except _C.Error as error:
+            raise NotImplementedError(error.args[2]) from None
+
+    def forward(self, offset: torch.Tensor, xs: torch.Tensor):
+        """offset: (e + 1) i32; xs: (rows, d) sorted by expert -> gu (regions of 2 f), ys (rows, d)"""
+        rows = xs.shape[0]
+        gu, h = xs.new_empty(rows * 2 * self.widest), xs.new_empty(rows * self.widest)
+        ys = torch.empty_like(xs)
+        _C.loom_experts_forward(
+            self.handle, stream_of(xs), offset.data_ptr(), xs.data_ptr(), gu.data_ptr(), h.data_ptr(), ys.data_ptr()
+        )
+        return gu, ys
+
+    def backward(self, offset, xs, gu, dys) -> torch.Tensor:
+        """-> dxs (rows, d); gradients of the weights are in the map, announced."""
+        added = self.held.begin_write(self.blocks) if self.trained else False
+        rows = xs.shape[0]
+        dgu, dh, dxs = torch.empty_like(gu), xs.new_empty(rows * self.widest), torch.empty_like(xs)
+        _C.loom_experts_backward(
+            self.handle,
+            stream_of(xs),
+            offset.data_ptr(),
+            xs.data_ptr(),
+            gu.data_ptr(),
+            dys.data_ptr(),
+            dgu.data_ptr(),
+            dh.data_ptr(),
+            dxs.data_ptr(),
+            added,
+        )
+        if self.trained:
+            self.held.end_write(self.blocks, added)
+        return dxs
+
+
+def _adjoin(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
