@@ -5,7 +5,7 @@
 #             TORCH_INDEX=URL          package index for torch alone (for the smaller CPU build, say)
 #             LOONGFORGE_DEPS=FILE     offline bundle to use instead of system packages (default: dist/loongforge-deps-*)
 #             PRESET=release           CMake preset that `make build` builds and the Python package uses
-#             DEVICE=cuda              `make train` on the GPU (default: the CPU);  SIZE=small  a larger preset
+#             DEVICE=cuda              or cpu: `make train` there (default: auto);  SIZE=small  a larger preset
 #             TRAIN_ARGS="..."         further arguments for `loongforge train`;  SCENES=N  number of sample scenes
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
