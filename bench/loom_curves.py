@@ -40,22 +40,26 @@ def arguments():
 class Text:
     """Token sequences that can be learned: with probability 0.7 the next token is a fixed function of the last one."""
 
+    LONGEST = 64  # steps of the function in a row; more happen once in 10^10 tokens
+
     def __init__(self, a, config, seed: int):
         self.g = torch.Generator(device="cuda").manual_seed(seed)
         self.shape = (a.batch, a.seq - config.n_patches)
-        table = torch.Generator(device="cuda").manual_seed(99)
         self.common = min(4096, config.vocab_size)
-        self.next = torch.randint(0, self.common, (self.common,), device="cuda", generator=table)
+        follows = torch.randint(0, self.common, (self.common,), device="cuda", generator=torch.Generator("cuda").manual_seed(99))
+        powers = [torch.arange(self.common, device="cuda")]
+        for _ in range(self.LONGEST):
+            powers.append(follows[powers[-1]])
+        self.powers = torch.stack(powers)
         self.image = (a.batch, 3, config.image_size, config.image_size)
 
     def batch(self):
         b, t = self.shape
-        u = torch.rand(b, t, device="cuda", generator=self.g)
-        fresh = (torch.rand(b, t, device="cuda", generator=self.g).pow(3) * self.common).long()
-        tokens = torch.empty(b, t, dtype=torch.int64, device="cuda")
-        tokens[:, 0] = fresh[:, 0]
-        for i in range(1, t):
-            tokens[:, i] = torch.where(u[:, i] < 0.7, self.next[tokens[:, i - 1]], fresh[:, i])
+        drawn = (torch.rand(b, t, device="cuda", generator=self.g).pow(3) * self.common).long().clamp(max=self.common - 1)
+        restarts = torch.rand(b, t, device="cuda", generator=self.g) >= 0.7
+        place = torch.arange(t, device="cuda").expand(b, t)
+        start = torch.where(restarts, place, 0).cummax(1).values
+        tokens = self.powers[(place - start).clamp(max=self.LONGEST), drawn.gather(1, start)]
         return torch.randn(self.image, device="cuda", generator=self.g), tokens
 
 
