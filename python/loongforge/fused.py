@@ -177,6 +177,43 @@ class MixtureAddNorm(torch.autograd.Function):
         return dx, dh, drouter, dweight, None, None
 
 
+class Mixture(torch.autograd.Function):
+    """x: (n, d); weight: (n, k) f32, the tensor that `routing` has; routing: filled, of the same tokens; experts: an ExpertSet
+    -> y (n, d), the weighted sum of each token's experts. anchor: () that requires a gradient, so that backward runs for the
+    experts alone too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, anchor, routing, experts):
+        x, r = x.contiguous(), routing
+        shape = (r.n, r.e, r.k, x.shape[1], DTYPES[x.dtype])
+        xs, y = x.new_empty(r.n * r.k, x.shape[1]), torch.empty_like(x)
+        _C.loom_permute(*at(x), r.addresses, x.data_ptr(), *shape, xs.data_ptr())
+        gu, ys = experts.forward(r.offset, xs)
+        _C.loom_combine(*at(x), r.addresses, ys.data_ptr(), *shape, y.data_ptr())
+        ctx.save_for_backward(xs, gu, ys)
+        ctx.routing, ctx.experts, ctx.shape = r, experts, shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        xs, gu, ys = ctx.saved_tensors
+        r, dy = ctx.routing, dy.contiguous()
+        dys, dweight = torch.empty_like(ys), torch.empty_like(r.weight)
+        _C.loom_combine_backward(
+            *at(dy), r.addresses, ys.data_ptr(), dy.data_ptr(), *ctx.shape, dys.data_ptr(), dweight.data_ptr()
+        )
+        dxs, dx = ctx.experts.backward(r.offset, xs, gu, dys), torch.empty_like(dy)
+        _C.loom_permute_backward(*at(dy), r.addresses, dxs.data_ptr(), *ctx.shape, 0, 0, dx.data_ptr())
+        return dx, dweight, None, None, None
+
+
+def mixture(x, weight, routing, experts) -> torch.Tensor:
+    """Mixture with an anchor of its own."""
+    anchor = torch.zeros((), device=x.device, requires_grad=experts.trained)
+    return Mixture.apply(x, weight, anchor, routing, experts)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """hidden: (n, d); weight: (v, d); target: (n) i64, negative ignored -> (), the sum over tokens of -log softmax(hidden W^T).
 

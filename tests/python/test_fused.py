@@ -73,3 +73,43 @@ def test_no_trained_target_gives_zero():
     loss = linear_cross_entropy(h, w, torch.full((3,), -100))
     assert loss.item() == 0
     assert all(not g.any() for g in torch.autograd.grad(loss, [h, w]))
+
+
+def test_mixture_of_given_routing():
+    """Through the map: x, gate weights and every expert against autograd in double precision."""
+    from torch import nn
+
+    from loongforge import _C
+    from loongforge.experts import ExpertSet
+    from loongforge.fused import mixture
+    from loongforge.loom import Routing, at
+    from loongforge.mapping import ParameterMap
+
+    torch.manual_seed(0)
+    n, k, d, sizes = 37, 2, 64, (8, 24, 16, 40)
+    shapes = lambda f: ((f, d), (f, d), (d, f))  # noqa: E731
+    model = nn.ModuleList(nn.ParameterList(nn.Parameter(torch.randn(s) * 0.2) for s in shapes(f)) for f in sizes)
+    exact = [[p.detach().double().requires_grad_() for p in row] for row in model]
+    experts = ExpertSet(ParameterMap(model), [tuple(row) for row in model])
+    chosen = torch.stack([torch.randperm(3)[:k] for _ in range(n)])  # the last expert gets no row
+    x, gate = torch.randn(n, d, requires_grad=True), torch.rand(n, k, requires_grad=True)
+    routing = Routing(n, len(sizes), k, x.device)
+    routing.expert.copy_(chosen)
+    routing.weight.copy_(gate.detach())
+    _C.loom_sort(*at(x), routing.expert.data_ptr(), n, len(sizes), k, routing.addresses)
+    dy = torch.randn(n, d)
+    y = mixture(x, gate, routing, experts)
+    y.backward(dy)
+    x64, g64 = x.detach().double().requires_grad_(), gate.detach().double().requires_grad_()
+    parts = torch.stack([F.linear(F.silu(F.linear(x64, g)) * F.linear(x64, u), w) for g, u, w in exact], 1)
+    expected = (parts.gather(1, chosen[..., None].expand(n, k, d)) * g64[..., None]).sum(1)
+    expected.backward(dy.double())
+    assert_close(y.detach(), expected.detach(), 1e-5)
+    assert_close(x.grad, x64.grad, 1e-5)
+    assert_close(gate.grad, g64.grad, 1e-5)
+    for row, row64 in zip(model, exact):
+        for p, q in zip(row, row64):
+            if q.grad.any():
+                assert_close(p.grad, q.grad, 1e-5)
+            else:
+                assert not p.grad.any()
