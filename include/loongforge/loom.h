@@ -241,7 +241,7 @@ typedef struct lf_adamw {
     float eps;
     float step_size;  /* lr / (1 - beta1^step) */
     float bias2_sqrt; /* sqrt(1 - beta2^step) */
-    float grad_scale; /* multiplied into the gradient: clipping and averaging */
+    float grad_scale; /* multiplied into the gradient: clipping and averaging. NaN: skip this step */
 } lf_adamw;
 
 /** Values of one step.  @param[out] hyper host memory; the caller brings it to the device.  @param step counts from 1.
@@ -252,6 +252,7 @@ LF_API lf_status lf_adamw_init(lf_adamw *hyper, double lr, double beta1, double 
 /** Sweep ranges of an allocated map: reads grad; updates exp_avg, exp_avg_sq, master (or the weight itself when it is f32)
  *  and writes the weight rounded to its dtype. Where the denominator is 0 (eps 0 and no gradient yet) the weight only decays,
  *  so padding stays zero. Ranges must not overlap.
+ *  A grad_scale of NaN, which lf_loom_clip leaves after a norm that is not finite, skips the step: nothing is written.
  *  @param hyper device memory.  @return LF_ERR_STATE (map not allocated, or made without optimizer state); LF_ERR_INVALID
  *  (range outside its class, or of a frozen class); LF_ERR_UNSUPPORTED (f16 weights or gradients). */
 LF_API lf_status lf_loom_adamw(lf_map *map, lf_stream *stream, const lf_range *ranges, int32_t n_ranges, const lf_adamw *hyper);
@@ -260,10 +261,20 @@ LF_API lf_status lf_loom_adamw(lf_map *map, lf_stream *stream, const lf_range *r
  *  class does not have. */
 LF_API lf_status lf_loom_sumsq(lf_map *map, lf_stream *stream, const lf_range *ranges, int32_t n_ranges, int32_t role,
                                double *out);
-/** dst (count) of dst_dtype = or += src (count) of src_dtype, converted to nearest even: a gradient into the map. The sum is
- *  made in f32. dtypes: F32, BF16. */
+/** Clip by global norm (Pascanu et al., ICML 2013), without the host: norm = |hyper[0].grad_scale| sqrt(*sumsq), and every
+ *  hyper's grad_scale is multiplied by min(1, max_norm / (norm + 1e-6)), in double precision, rounded once. A norm that is not
+ *  finite (as f32) makes every grad_scale NaN, so that lf_loom_adamw skips the step: a captured step cannot damage weights before
+ *  the host has seen the norm. grad_scale is replaced: once for values that lf_adamw_init has just filled.
+ *  @param sumsq one f64, device memory: lf_loom_sumsq of the gradients.  @param max_norm 0, negative or infinite: no clipping,
+ *  only the norm (and NaN).  @param hyper array of n_hyper, device memory.  @param[out] norm one f32, device memory.
+ *  @return LF_ERR_INVALID (also: max_norm NaN, n_hyper below 1). */
+LF_API lf_status lf_loom_clip(lf_device *device, lf_stream *stream, const double *sumsq, double max_norm, lf_adamw *hyper,
+                              int32_t n_hyper, float *norm);
+/** dst (count) of dst_dtype = or += scale[0] * src (count) of src_dtype, converted to nearest even: a gradient into the map.
+ *  Product and sum are made in f32. dtypes: F32, BF16.
+ *  @param scale one f32, device memory, read when the work runs; NULL: 1. */
 LF_API lf_status lf_loom_add(lf_device *device, lf_stream *stream, void *dst, int32_t dst_dtype, const void *src,
-                             int32_t src_dtype, int64_t count, int32_t accumulate);
+                             int32_t src_dtype, int64_t count, const float *scale, int32_t accumulate);
 
 #ifdef __cplusplus
 }

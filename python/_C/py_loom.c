@@ -217,19 +217,34 @@ static PyObject *loom_sumsq(PyObject *self, PyObject *const *args, Py_ssize_t na
     return end_call(&c, rc);
 }
 
-/* loom_add(device, stream, dst, dst_dtype, src, src_dtype, count, accumulate) */
+/* loom_add(device, stream, dst, dst_dtype, src, src_dtype, count, scale, accumulate) */
 static PyObject *loom_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     call c;
-    if (begin_call(&c, "loom_add", args, nargs, 8, 0) < 0) return NULL;
+    if (begin_call(&c, "loom_add", args, nargs, 9, 0) < 0) return NULL;
     void *dst = next_ptr(&c.r);
     const int32_t dst_dtype = next_i32(&c.r);
     const void *src = next_ptr(&c.r);
     const int32_t src_dtype = next_i32(&c.r);
     const int64_t count = next_int(&c.r);
+    const float *scale = next_ptr(&c.r);
     const int32_t accumulate = next_i32(&c.r);
-    MAKE_CALL(lf_loom_add(c.device, c.stream, dst, dst_dtype, src, src_dtype, count, accumulate));
+    MAKE_CALL(lf_loom_add(c.device, c.stream, dst, dst_dtype, src, src_dtype, count, scale, accumulate));
+    return end_call(&c, rc);
+}
+
+/* loom_clip(device, stream, sumsq, max_norm, hyper, n_hyper, norm) */
+static PyObject *loom_clip(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    call c;
+    if (begin_call(&c, "loom_clip", args, nargs, 7, 0) < 0) return NULL;
+    const double *sumsq = next_ptr(&c.r), max_norm = next_double(&c.r);
+    lf_adamw *hyper = next_ptr(&c.r);
+    const int32_t n_hyper = next_i32(&c.r);
+    float *norm = next_ptr(&c.r);
+    MAKE_CALL(lf_loom_clip(c.device, c.stream, sumsq, max_norm, hyper, n_hyper, norm));
     return end_call(&c, rc);
 }
 
@@ -278,7 +293,8 @@ PyMethodDef lfpy_loom_methods[] = {
     FAST(loom_combine_backward, "(device, stream, routing, ys, dy, n, e, k, d, dtype, dys, dweight)."),
     FAST(loom_adamw, "AdamW over ranges of a map: (map, stream, [(klass, offset, count), ...], hyper)."),
     FAST(loom_sumsq, "Sum of squares of a role: (map, stream, [(klass, offset, count), ...], role, out)."),
-    FAST(loom_add, "Copy or add with conversion: (device, stream, dst, dst_dtype, src, src_dtype, count, accumulate)."),
+    FAST(loom_clip, "Clip by global norm on the device: (device, stream, sumsq, max_norm, hyper, n_hyper, norm)."),
+    FAST(loom_add, "Copy or add with conversion: (device, stream, dst, dst_dtype, src, src_dtype, count, scale, accumulate)."),
     {"loom_adamw_init", loom_adamw_init, METH_VARARGS,
      "Fill host memory with one step's values: (address, lr, beta1, beta2, eps, weight_decay, step, grad_scale)."},
     {"loom_adamw_bytes", loom_adamw_bytes, METH_NOARGS, "Bytes that loom_adamw_init fills."},

@@ -358,6 +358,7 @@ class ParameterMap:
             dense.data_ptr(),
             DTYPES[grad.dtype],
             grad.numel(),
+            0,
             bool(b.has_grad and not same),
         )
         b.starts += same or not b.has_grad

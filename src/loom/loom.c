@@ -413,11 +413,20 @@ lf_status lf_loom_sumsq(lf_map *map, lf_stream *stream, const lf_range *ranges, 
 }
 
 lf_status lf_loom_add(lf_device *device, lf_stream *stream, void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
-                      int64_t count, int32_t accumulate)
+                      int64_t count, const float *scale, int32_t accumulate)
 {
     lf_status rc = lf__loom_check_dtype("dst_dtype", dst_dtype);
     if (rc == LF_OK) rc = lf__loom_check_dtype("src_dtype", src_dtype);
     if (rc < 0) return rc;
     LF_CHECK_ARG(count >= 0 && (count == 0 || (dst && src)), "dst or src is NULL, or count is negative");
-    return SUBMIT(add, .add = {dst, src, count, dst_dtype, src_dtype, accumulate});
+    return SUBMIT(add, .add = {dst, src, count, scale, dst_dtype, src_dtype, accumulate});
+}
+
+lf_status lf_loom_clip(lf_device *device, lf_stream *stream, const double *sumsq, double max_norm, lf_adamw *hyper,
+                       int32_t n_hyper, float *norm)
+{
+    LF_CHECK_ARG(!isnan(max_norm), "max_norm is %g, expected a number", max_norm);
+    LF_CHECK_ARG(n_hyper >= 1, "n_hyper is %d, expected 1 or more", n_hyper);
+    LF_CHECK_ARG(sumsq && hyper && norm, "sumsq, hyper or norm is NULL");
+    return SUBMIT(clip, .clip = {sumsq, max_norm > 0 && isfinite(max_norm) ? max_norm : 0, hyper, n_hyper, norm});
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CPU: AdamW, sums of squares, adding gradients. Pieces are cut into blocks of LF_LOOM_BLOCK elements; a block is one unit of
+/* CPU: AdamW, sums of squares, clipping, adding gradients. Pieces are cut into blocks of LF_LOOM_BLOCK elements; a block is one unit of
  * work, and of summation, so results do not depend on which thread took it. */
 #include <math.h>
 #ifdef __SSE2__
@@ -54,6 +54,7 @@ static void adamw_block(void *user, int64_t block)
     const lf__loom_sweep_args *a = user;
     const lf__loom_piece *piece = piece_of(a, block);
     const lf_adamw hyper = *a->hyper;
+    if (isnan(hyper.grad_scale)) return; /* skip the step */
     float grad_tile[LF_LOOM_TILE];
     float *master = piece->master, *m = piece->exp_avg, *v = piece->exp_avg_sq;
     int64_t at = (block - piece->first_block) * LF_LOOM_BLOCK, end = at + LF_LOOM_BLOCK;
@@ -114,10 +115,14 @@ lf_status lf__loom_cpu_sumsq(const lf__loom_call *call, const lf__loom_args *arg
 static void add_span(const void *user, int64_t from, int64_t to)
 {
     const lf__loom_add_args *a = user;
-    float src_tile[LF_LOOM_TILE], dst_tile[LF_LOOM_TILE], sum[LF_LOOM_TILE];
+    float src_tile[LF_LOOM_TILE], dst_tile[LF_LOOM_TILE], scaled[LF_LOOM_TILE], sum[LF_LOOM_TILE];
     for (int64_t n; from < to; from += n) {
         n = to - from < LF_LOOM_TILE ? to - from : LF_LOOM_TILE;
         const float *src = lf__loom_load(a->src_dtype, a->src, from, n, src_tile);
+        if (a->scale) {
+            for (int64_t i = 0; i < n; i++) scaled[i] = *a->scale * src[i];
+            src = scaled;
+        }
         if (a->accumulate) {
             const float *dst = lf__loom_load(a->dst_dtype, a->dst, from, n, dst_tile);
             for (int64_t i = 0; i < n; i++) sum[i] = dst[i] + src[i];
@@ -131,6 +136,19 @@ lf_status lf__loom_cpu_add(const lf__loom_call *call, const lf__loom_args *args)
 {
     (void)call;
     lf__loom_spans(args->add.count, 1, add_span, &args->add);
+    return LF_OK;
+}
+
+lf_status lf__loom_cpu_clip(const lf__loom_call *call, const lf__loom_args *args)
+{
+    (void)call;
+    const lf__loom_clip_args *a = &args->clip;
+    const double norm = fabs((double)a->hyper[0].grad_scale) * sqrt(*a->sumsq);
+    double factor = a->max_norm > 0 ? a->max_norm / (norm + 1e-6) : 1;
+    if (factor > 1) factor = 1;
+    *a->norm = (float)norm;
+    for (int32_t i = 0; i < a->n_hyper; i++)
+        a->hyper[i].grad_scale = isfinite(*a->norm) ? (float)((double)a->hyper[i].grad_scale * factor) : (float)NAN;
     return LF_OK;
 }
 
@@ -173,6 +191,7 @@ const lf__loom_kernels lf__loom_cpu = {
     .adamw = lf__loom_cpu_adamw,
     .sumsq = lf__loom_cpu_sumsq,
     .add = lf__loom_cpu_add,
+    .clip = lf__loom_cpu_clip,
     .add_norm = lf__loom_cpu_add_norm,
     .combine_add_norm = lf__loom_cpu_combine_add_norm,
     .add_norm_backward = lf__loom_cpu_add_norm_backward,

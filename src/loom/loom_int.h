@@ -73,8 +73,17 @@ typedef struct lf__loom_add_args {
     void *dst;
     const void *src;
     int64_t count;
+    const float *scale; /* NULL: 1 */
     int32_t dst_dtype, src_dtype, accumulate;
 } lf__loom_add_args;
+
+typedef struct lf__loom_clip_args {
+    const double *sumsq;
+    double max_norm; /* 0: no clipping */
+    lf_adamw *hyper;
+    int32_t n_hyper;
+    float *norm;
+} lf__loom_clip_args;
 
 /* add_norm: a = y or NULL, out = sum. combine_add_norm: a = ys, routing. n, d and dtype are in `rows`. */
 typedef struct lf__loom_norm_args {
@@ -134,6 +143,7 @@ typedef union lf__loom_args {
     lf__loom_rows_args rows;
     lf__loom_sweep_args sweep;
     lf__loom_add_args add;
+    lf__loom_clip_args clip;
     lf__loom_norm_args norm;
     lf__loom_norm_backward_args norm_backward;
     lf__loom_loss_args loss;
@@ -154,7 +164,7 @@ typedef struct lf__loom_kernels {
     const char *name;
     lf__loom_fn router, router_backward, route, sort, route_backward;
     lf__loom_fn permute, permute_backward, combine, combine_backward;
-    lf__loom_fn adamw, sumsq, add;
+    lf__loom_fn adamw, sumsq, add, clip;
     lf__loom_fn add_norm, combine_add_norm, add_norm_backward, cross_entropy;
     lf_status (*experts_open)(void *context, const lf__loom_layer *layer, void **plan);
     void (*experts_close)(void *context, void *plan); /* NULL is allowed */
@@ -179,6 +189,7 @@ lf_status lf__loom_cpu_combine_backward(const lf__loom_call *call, const lf__loo
 lf_status lf__loom_cpu_adamw(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_sumsq(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_add(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cpu_clip(const lf__loom_call *call, const lf__loom_args *args);
 /* loom_cpu_dense.c */
 lf_status lf__loom_cpu_add_norm(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cpu_combine_add_norm(const lf__loom_call *call, const lf__loom_args *args);

@@ -201,14 +201,62 @@ TEST(cuda_sweeps_take_any_alignment)
     release();
 }
 
+/* ---- clipping -------------------------------------------------------------------------------------------------------- */
+
+TEST(cuda_clip_matches_cpu)
+{
+    set_up();
+    static const double sums[] = {0, 9216, 1e-30, 3.3e20, (double)INFINITY, (double)NAN, 1e300},
+                        limits[] = {1, 0.3, 1e9, 0, (double)INFINITY};
+    for (size_t i = 0; i < LF_COUNT(sums) * LF_COUNT(limits); i++) {
+        const double sum = sums[i / LF_COUNT(limits)], limit = limits[i % LF_COUNT(limits)];
+        const int32_t n = i % 3 ? 1 : 71;
+        lf_adamw *hyper = host((size_t)n * sizeof *hyper);
+        for (int32_t j = 0; j < n; j++) CHECK_OK(lf_adamw_init(&hyper[j], 1e-3, 0.9, 0.99, 1e-8, 0.1, j + 1, 0.37 * (j + 1)));
+        lf_adamw *on_gpu = up(hyper, (size_t)n * sizeof *hyper);
+        float norm, *gpu_norm = device(sizeof norm, 0xa5);
+        CHECK_OK(lf_loom_clip(cpu, NULL, &sum, limit, hyper, n, &norm));
+        CHECK_OK(lf_loom_clip(gpu, next_stream(), up(&sum, sizeof sum), limit, on_gpu, n, gpu_norm));
+        CHECK_OK(lf_stream_sync(stream));
+        const float got = *(float *)down(gpu_norm, sizeof norm);
+        CHECK(isnan(norm) ? isnan(got) : got == norm);
+        const lf_adamw *after = down(on_gpu, (size_t)n * sizeof *hyper);
+        for (int32_t j = 0; j < n; j++) {
+            CHECK(isfinite(norm) ? after[j].grad_scale == hyper[j].grad_scale : isnan(after[j].grad_scale));
+            CHECK(memcmp(&after[j], &hyper[j], offsetof(lf_adamw, grad_scale)) == 0);
+        }
+        release();
+    }
+}
+
+TEST(cuda_adamw_skips_a_step_of_nan)
+{
+    set_up();
+    static lf_range ranges[4096];
+    for (int32_t i = 0; i < 2; i++) {
+        lf_map *want, *map;
+        make_maps(&want, &map, i);
+        const int32_t n = cut_ranges(map, 3000, ranges, LF_COUNT(ranges));
+        lf_adamw h;
+        CHECK_OK(lf_adamw_init(&h, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, 1));
+        h.grad_scale = (float)NAN;
+        CHECK_OK(lf_loom_adamw(map, next_stream(), ranges, n, up(&h, sizeof h)));
+        check_bytes("map after nothing", slab_of(map), slab_of(want), (size_t)lf_map_bytes(want));
+        release();
+        lf_map_unref(want);
+        lf_map_unref(map);
+    }
+}
+
 /* ---- add ------------------------------------------------------------------------------------------------------------- */
 
 TEST(cuda_add_matches_cpu)
 {
     set_up();
     static const int64_t counts[] = {0, 1, 7, 8, 9, 15, 8191, 8192, 8200, 50001};
-    for (size_t i = 0; i < LF_COUNT(counts) * 32; i++) {
-        const int64_t n = counts[i / 32];
+    for (size_t i = 0; i < LF_COUNT(counts) * 64; i++) {
+        const int64_t n = counts[i / 64];
+        const float factor = -0.3f, *scale = i & 32 ? &factor : NULL;
         const int32_t dst_dtype = i & 1 ? LF_DTYPE_F32 : LF_DTYPE_BF16, src_dtype = i & 2 ? LF_DTYPE_F32 : LF_DTYPE_BF16;
         const int32_t accumulate = i & 4 ? 1 : 0;
         const int64_t at_dst = i & 8 ? 3 : 0, at_src = i & 16 ? 3 : 0; /* both: a head, then groups */
@@ -218,9 +266,9 @@ TEST(cuda_add_matches_cpu)
         for (int64_t j = 0; j < n + at_src; j++) put(src, j, src_dtype, uniform(-1, 1));
         char *to = up(dst, (size_t)(n + at_dst) * wd), *from = up(src, (size_t)(n + at_src) * ws);
         void *want = dst + (size_t)at_dst * wd;
-        CHECK_OK(lf_loom_add(cpu, NULL, want, dst_dtype, src + (size_t)at_src * ws, src_dtype, n, accumulate));
+        CHECK_OK(lf_loom_add(cpu, NULL, want, dst_dtype, src + (size_t)at_src * ws, src_dtype, n, scale, accumulate));
         CHECK_OK(lf_loom_add(gpu, next_stream(), to + (size_t)at_dst * wd, dst_dtype, from + (size_t)at_src * ws, src_dtype, n,
-                             accumulate));
+                             up(scale, sizeof *scale), accumulate));
         check_bytes("dst", to, dst, (size_t)(n + at_dst) * wd);
         release();
     }
@@ -254,7 +302,7 @@ static void find_driver(void)
     CHECK(driver.begin && driver.end && driver.instantiate && driver.launch && driver.free_exec && driver.free_graph);
 }
 
-/* A step in small: router, routing with noise of a step in device memory, rows out and back, their backwards, clipping's norm, AdamW. */
+/* A step in small: router, routing with noise of a step in device memory, rows out and back, their backwards, clipping, AdamW. */
 typedef struct step {
     int64_t n, d;
     int32_t e, k;
@@ -264,6 +312,7 @@ typedef struct step {
     void *workspace;
     lf_routing r;
     uint16_t *x, *xs, *y, *dxs, *dx;
+    float *clip_norm;
     lf_map *map;
     lf_range ranges[8];
     int32_t n_ranges;
@@ -282,6 +331,7 @@ static void make_step(step *s)
     s->workspace = device((size_t)lf_loom_router_workspace(s->n, s->e, s->d), 1);
     s->x = device(n * row, 0), s->y = device(n * row, 1), s->dx = device(n * row, 1);
     s->xs = device(2 * n * row, 1), s->dxs = device(2 * n * row, 1);
+    s->clip_norm = device(4, 1);
     s->r = (lf_routing){.size = sizeof s->r,
                         .expert = device(slots, 1),
                         .weight = device(slots, 1),
@@ -308,7 +358,7 @@ static void set_inputs(const step *s, int32_t number)
     const lf_route_schedule schedule = {number, number % 3 ? uniform(0.2f, 2) : 0, uniform(0.5f, 2)};
     uint16_t *x = host((size_t)(s->n * s->d) * 2);
     lf_adamw h;
-    for (int64_t i = 0; i < s->n; i++) token[i] = lf__rng_u32(&rng);
+    for (int64_t i = 0; i < s->n; i++) token[i] = lf__rng_below(&rng, 16);
     for (int64_t i = 0; i < s->e * s->d; i++) router[i] = uniform(-0.3f, 0.3f);
     for (int64_t i = 0; i < s->n * s->d; i++) x[i] = lf__bf16_from_f32(uniform(-2, 2));
     CHECK_OK(lf_adamw_init(&h, 1e-3, 0.9, 0.99, 1e-8, 0.1, number + 1, 0.5));
@@ -342,6 +392,7 @@ static lf_status queue_step(const step *s, lf_stream *on)
     LF_TRY(lf_loom_permute_backward(gpu, on, &s->r, s->dxs, s->n, s->e, s->k, s->d, dtype, s->dlogits, s->router, s->dx));
     LF_TRY(lf_loom_router_backward(gpu, on, s->dlogits, s->x, s->n, s->e, s->d, dtype, s->drouter, 0, s->workspace));
     LF_TRY(lf_loom_sumsq(s->map, on, s->ranges, s->n_ranges, LF_ROLE_GRAD, s->norm));
+    LF_TRY(lf_loom_clip(gpu, on, s->norm, 0.5, s->hyper, 1, s->clip_norm));
     LF_TRY(lf_loom_adamw(s->map, on, s->ranges, s->n_ranges, s->hyper));
 out:
     return rc;
@@ -357,6 +408,7 @@ static void check_same_step(const step *a, const step *b)
     check_bytes("prob_sum", a->prob_sum, down(b->prob_sum, 64), 64);
     check_bytes("drouter", a->drouter, down(b->drouter, (size_t)a->d * 64), (size_t)a->d * 64);
     check_bytes("norm", a->norm, down(b->norm, 8), 8);
+    check_bytes("clip_norm", a->clip_norm, down(b->clip_norm, 4), 4);
     check_bytes("map", slab_of(a->map), down(slab_of(b->map), (size_t)lf_map_bytes(b->map)), (size_t)lf_map_bytes(a->map));
 }
 

@@ -56,7 +56,7 @@ def test_combine_and_norm_is_combine_then_norm(cpu):
     arrays += [torch.empty(n * k, **i32), torch.empty(n * k, **i32)]
     routing = tuple(t.data_ptr() for t in arrays)
     logits, ys, x, weight = torch.randn(n, e), torch.randn(n * k, d), torch.randn(n, d), torch.rand(d)
-    _C.loom_route(cpu, 0, logits.data_ptr(), 0, 0, n, e, k, 1.0, routing)
+    _C.loom_route(cpu, 0, logits.data_ptr(), 0, 0, n, e, k, 0, 0, 0, routing, 0)
     y, s, normed, rstd, s2, normed2, rstd2 = nans(n, d), nans(n, d), nans(n, d), nans(n), nans(n, d), nans(n, d), nans(n)
     _C.loom_combine(cpu, 0, routing, ys.data_ptr(), n, e, k, d, F32, y.data_ptr())
     w, out = weight.data_ptr(), (s.data_ptr(), normed.data_ptr(), rstd.data_ptr())

@@ -203,27 +203,44 @@ def test_adamw_is_torchs(cpu):
 def test_sumsq_and_add(cpu):
     m = make_map(cpu, [("a", 1000, BF16, 0), ("b", 77, BF16, 1)], grad_f32=True)
     g, source, out = tensor(m, 0, GRAD), torch.randn(1000, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)
-    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, 0)
-    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, 1)
+    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, 0, 0)
+    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, 0, 1)
     assert torch.equal(g, 2 * source.float())
+    half = torch.tensor([0.5])
+    _C.loom_add(cpu, 0, g.data_ptr(), F32, source.data_ptr(), BF16, 1000, half.data_ptr(), 1)
+    assert torch.equal(g, 2.5 * source.float())
     _C.loom_sumsq(m, 0, _C.map_cover(m, [0, 1]), GRAD, out.data_ptr())
     assert out.item() == pytest.approx(float(g.double().square().sum()), rel=1e-12)
 
 
+def test_clip_is_torchs(cpu):
+    grad = torch.randn(500)
+    p = torch.nn.Parameter(torch.zeros(500))
+    for max_norm in (1.0, 100.0):
+        hyper, norm = torch.zeros(_C.loom_adamw_bytes(), dtype=torch.uint8), torch.zeros(1)
+        _C.loom_adamw_init(hyper.data_ptr(), 1e-3, 0.9, 0.95, 1e-8, 0.1, 1, 0.25)
+        sumsq = grad.double().square().sum()
+        _C.loom_clip(cpu, 0, sumsq.data_ptr(), max_norm, hyper.data_ptr(), 1, norm.data_ptr())
+        p.grad = 0.25 * grad
+        assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_([p], max_norm).item(), rel=1e-6)
+        scale = hyper.view(torch.float32)[-1]
+        torch.testing.assert_close(scale * grad, p.grad)
+
+
 def test_loom_refuses_bad_arguments(cpu):
     x = torch.zeros(8)
-    with pytest.raises(TypeError, match="takes 8 arguments, got 2"):
+    with pytest.raises(TypeError, match="takes 9 arguments, got 2"):
         _C.loom_add(cpu, 0)
     with pytest.raises(TypeError):
-        _C.loom_add(cpu, 0, "here", F32, x.data_ptr(), F32, 8, 0)
+        _C.loom_add(cpu, 0, "here", F32, x.data_ptr(), F32, 8, 0, 0)
     with pytest.raises(OverflowError):
-        _C.loom_add(cpu, 0, x.data_ptr(), 2**40, x.data_ptr(), F32, 8, 0)
+        _C.loom_add(cpu, 0, x.data_ptr(), 2**40, x.data_ptr(), F32, 8, 0, 0)
     with pytest.raises(TypeError, match="lf_device"):
-        _C.loom_add(None, 0, x.data_ptr(), F32, x.data_ptr(), F32, 8, 0)
+        _C.loom_add(None, 0, x.data_ptr(), F32, x.data_ptr(), F32, 8, 0, 0)
     with pytest.raises(_C.Error, match="f64"):
-        _C.loom_add(cpu, 0, x.data_ptr(), 4, x.data_ptr(), F32, 8, 0)
+        _C.loom_add(cpu, 0, x.data_ptr(), 4, x.data_ptr(), F32, 8, 0, 0)
     with pytest.raises(_C.Error, match="stream"):
-        _C.loom_add(cpu, 4096, x.data_ptr(), F32, x.data_ptr(), F32, 8, 0)  # the CPU has no native streams
+        _C.loom_add(cpu, 4096, x.data_ptr(), F32, x.data_ptr(), F32, 8, 0, 0)  # the CPU has no native streams
     with pytest.raises(TypeError, match="7 addresses"):
         _C.loom_permute(cpu, 0, (1, 2), x.data_ptr(), 1, 1, 1, 8, F32, x.data_ptr())
     m = make_map(cpu, [("w", 10, F32, 0)])

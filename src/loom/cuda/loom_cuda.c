@@ -143,4 +143,5 @@ const lf__loom_kernels lf__loom_cuda = {
     .adamw = lf__loom_cuda_adamw,
     .sumsq = lf__loom_cuda_sumsq,
     .add = lf__loom_cuda_add,
+    .clip = lf__loom_cuda_clip,
 };

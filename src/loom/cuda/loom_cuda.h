@@ -35,6 +35,7 @@ lf_status lf__loom_cuda_combine_backward(const lf__loom_call *call, const lf__lo
 lf_status lf__loom_cuda_adamw(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_sumsq(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_add(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cuda_clip(const lf__loom_call *call, const lf__loom_args *args);
 
 #ifdef __cplusplus
 }

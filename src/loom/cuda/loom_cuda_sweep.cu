@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CUDA: AdamW, sums of squares, adding gradients. The pieces of a sweep travel in the kernel's parameters, so a launch needs no
+/* CUDA: AdamW, sums of squares, clipping, adding gradients. The pieces of a sweep travel in the kernel's parameters, so a launch needs no
  * copy and a captured graph keeps them. */
 #include "loom_cuda_vec.cuh"
 
@@ -96,6 +96,7 @@ __device__ __forceinline__ void adamw_element(float &p, float &m, float &v, floa
 template <typename G> __device__ __forceinline__ void adamw_tile(const piece &p, int64_t tile, const lf_adamw *hyper)
 {
     const lf_adamw h = *hyper;
+    if (isnan(h.grad_scale)) return; /* skip the step */
     float *const master = p.master, *const exp_avg = p.exp_avg, *const exp_avg_sq = p.exp_avg_sq;
     const G *const grad = (const G *)p.grad;
     bf16 *const weight = p.weight_bf16 ? (bf16 *)p.weight : nullptr;
@@ -307,15 +308,40 @@ lf_status lf__loom_cuda_sumsq(const lf__loom_call *call, const lf__loom_args *ar
     return lf__loom_cuda_leave(call, before, rc, "loom_sumsq_finish");
 }
 
+/* ---- clipping --------------------------------------------------------------------------------------------------------- */
+
+/* One warp. The CPU's arithmetic: each operation rounded by itself. */
+__global__ void __launch_bounds__(32) loom_clip(const __grid_constant__ lf__loom_clip_args a)
+{
+    const double norm = __dmul_rn(fabs((double)a.hyper[0].grad_scale), __dsqrt_rn(*a.sumsq));
+    double factor = a.max_norm > 0 ? __ddiv_rn(a.max_norm, __dadd_rn(norm, 1e-6)) : 1;
+    if (factor > 1) factor = 1;
+    __syncwarp(); /* all have read the first before any is replaced */
+    if (threadIdx.x == 0) *a.norm = (float)norm;
+    for (int32_t i = threadIdx.x; i < a.n_hyper; i += 32)
+        a.hyper[i].grad_scale = isfinite((float)norm) ? (float)__dmul_rn((double)a.hyper[i].grad_scale, factor) : NAN;
+}
+
+lf_status lf__loom_cuda_clip(const lf__loom_call *call, const lf__loom_args *args)
+{
+    const int before = lf__loom_cuda_enter(call);
+    loom_clip<<<1, 32, 0, (cudaStream_t)call->stream>>>(args->clip);
+    return lf__loom_cuda_leave(call, before, LF_OK, "loom_clip");
+}
+
 /* ---- add ------------------------------------------------------------------------------------------------------------- */
 
 template <typename D, typename S>
-__global__ void __launch_bounds__(THREADS) loom_add(D *dst, const S *src, int64_t count, int32_t head, int32_t accumulate)
+__global__ void __launch_bounds__(THREADS)
+    loom_add(D *dst, const S *src, int64_t count, const float *scale, int32_t head, int32_t accumulate)
 {
+    const float factor = scale ? *scale : 1; /* times 1 changes no bits, but of a NaN */
     const int64_t whole8 = head == UNALIGNED || count <= head ? 0 : (count - head) / 8;
     const auto eight = [&](int64_t i) {
         float x[8], y[8];
         load8(src + i, x);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = times(factor, x[j]);
         if (accumulate) {
             load8(dst + i, y);
 #pragma unroll
@@ -323,7 +349,10 @@ __global__ void __launch_bounds__(THREADS) loom_add(D *dst, const S *src, int64_
         }
         store8(dst + i, x);
     };
-    const auto one = [&](int64_t i) { narrow(accumulate ? plus(widen(dst[i]), widen(src[i])) : widen(src[i]), dst[i]); };
+    const auto one = [&](int64_t i) {
+        const float x = times(factor, widen(src[i]));
+        narrow(accumulate ? plus(widen(dst[i]), x) : x, dst[i]);
+    };
     walk<ADD_TILE>(count, head, whole8, blockIdx.x, eight, one);
 }
 
@@ -331,8 +360,8 @@ template <typename D, typename S> static void launch_add(cudaStream_t stream, co
 {
     int32_t head = 0;
     while (head < UNALIGNED && (((uintptr_t)a->dst + head * sizeof(D)) | ((uintptr_t)a->src + head * sizeof(S))) & 15) head++;
-    loom_add<D, S><<<(unsigned)((a->count + ADD_TILE - 1) / ADD_TILE), THREADS, 0, stream>>>((D *)a->dst, (const S *)a->src,
-                                                                                             a->count, head, a->accumulate);
+    loom_add<D, S><<<(unsigned)((a->count + ADD_TILE - 1) / ADD_TILE), THREADS, 0, stream>>>(
+        (D *)a->dst, (const S *)a->src, a->count, a->scale, head, a->accumulate);
 }
 
 lf_status lf__loom_cuda_add(const lf__loom_call *call, const lf__loom_args *args)
