@@ -114,6 +114,17 @@ lf_status lf_device_open(lf_device **out, const char *name)
     return LF_OK;
 }
 
+lf_status lf__device_enter(lf_device *device, int32_t *before)
+{
+    *before = -1;
+    return device->ops->enter ? device->ops->enter(device->context, before) : LF_OK;
+}
+
+void lf__device_leave(lf_device *device, int32_t before)
+{
+    if (device->ops->leave) device->ops->leave(device->context, before);
+}
+
 lf_device *lf__device_ref(lf_device *device)
 {
     __atomic_fetch_add(&device->refs, 1, __ATOMIC_RELAXED);
@@ -281,6 +292,13 @@ lf_status lf_stream_sync(lf_stream *stream)
     return stream ? stream->device->ops->stream_sync(stream->device->context, stream->inner) : LF_OK;
 }
 
+lf_status lf__stream_capture(lf_stream *stream, uint64_t *id)
+{
+    *id = 0;
+    if (!stream || !stream->device->ops->stream_capture) return LF_OK;
+    return stream->device->ops->stream_capture(stream->device->context, stream->inner, id);
+}
+
 lf_status lf_stream_run(lf_stream *stream, lf_host_fn fn, void *user)
 {
     LF_CHECK_ARG(fn, "fn is NULL");
@@ -315,6 +333,12 @@ lf_status lf_event_record(lf_event *event, lf_stream *stream)
 {
     LF_CHECK_ARG(event, "event is NULL");
     return event->device->ops->event_record(event->device->context, event->inner, inner_of(stream));
+}
+
+lf_status lf__event_mark(lf_event *event, lf_stream *stream)
+{
+    const lf__device_ops *ops = event->device->ops;
+    return (ops->event_mark ? ops->event_mark : ops->event_record)(event->device->context, event->inner, inner_of(stream));
 }
 
 lf_status lf_stream_wait(lf_stream *stream, lf_event *event)

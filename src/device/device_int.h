@@ -44,6 +44,13 @@ typedef struct lf__device_ops {
     lf_status (*slab_commit)(void *context, void *base, size_t from, size_t to);
     void (*slab_release)(void *context, void *base, size_t reserved, size_t committed);
     const void *(*kernels)(void *context, const char *crew); /* (optional) default: none */
+    /* (optional) Make the device current on the calling thread, for libraries that go by that; `before` is for leave. */
+    lf_status (*enter)(void *context, int32_t *before);
+    void (*leave)(void *context, int32_t before);
+    /* (optional) The capture that `stream` takes part in, 0 for none. Default: none. */
+    lf_status (*stream_capture)(void *context, void *stream, uint64_t *id);
+    /* (optional) event_record whose only use is order: under capture it ties streams together. Default: event_record. */
+    lf_status (*event_mark)(void *context, void *event, void *stream);
 } lf__device_ops;
 
 /** What a table's shared object may use of the library that loads it. */
@@ -71,5 +78,14 @@ lf_device *lf__device_ref(lf_device *device);
 static inline bool lf__device_is_cpu(const lf_device *device) { return device->ops->kind == 1; }
 /** A crew's kernel table for a device that is not the CPU. LF_ERR_UNSUPPORTED names crew and device. */
 lf_status lf__device_kernels(lf_device *device, const char *crew, const void **table);
+
+/** Between the two, libraries that the calling thread calls (NCCL) work on this device. `leave` only after LF_OK. */
+lf_status lf__device_enter(lf_device *device, int32_t *before);
+void lf__device_leave(lf_device *device, int32_t before);
+/** The capture that work on `stream` goes into; 0: none, it runs. */
+lf_status lf__stream_capture(lf_stream *stream, uint64_t *id);
+/** As lf_event_record, for order alone. Under capture this is an ordinary record: a stream that waits for it joins the capture,
+ *  and the event must not be asked (query, sync, elapsed) before it has been recorded again outside. */
+lf_status lf__event_mark(lf_event *event, lf_stream *stream);
 
 #endif

@@ -172,13 +172,13 @@ static lf_status order_behind_marks(lf_nexus *nexus, lf_stream *stream)
     if (native && native == nexus->native) return LF_OK;
     if (nexus->native) {
         LF_TRY(lf_stream_wrap(nexus->device, nexus->native, &last));
-        LF_TRY(lf_event_record(nexus->event, last));
+        LF_TRY(lf__event_mark(nexus->event, last));
         nexus->event_used = true;
     }
     if (nexus->event_used) LF_TRY(stream ? lf_stream_wait(stream, nexus->event) : lf_event_sync(nexus->event));
     nexus->native = native;
     if (stream && !native) {
-        LF_TRY(lf_event_record(nexus->event, stream));
+        LF_TRY(lf__event_mark(nexus->event, stream));
         nexus->event_used = true;
     }
 out:

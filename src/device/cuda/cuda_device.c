@@ -36,6 +36,20 @@ static lf_status finish(cudaError_t error, const char *what, void *stream, guard
     return rc;
 }
 
+static lf_status cuda_enter(void *context, int32_t *before)
+{
+    int was = 0;
+    LF_CUDA(cudaGetDevice(&was));
+    LF_CUDA(cudaSetDevice(((const cuda_context *)context)->index));
+    *before = was;
+    return LF_OK;
+}
+
+static void cuda_leave(void *context, int32_t before)
+{
+    if (before != ((const cuda_context *)context)->index) cudaSetDevice(before);
+}
+
 static lf_status cuda_open(int32_t index, void **out)
 {
     int n = 0;
@@ -243,6 +257,30 @@ static lf_status cuda_stream_run(void *context, void *stream, lf_host_fn fn, voi
     return finish(error, "cudaLaunchHostFunc", stream, g);
 }
 
+static lf_status cuda_stream_capture(void *context, void *stream, uint64_t *id)
+{
+    guard g = enter(context);
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(native_of(stream), &status);
+    unsigned long long number = 0;
+    if (error == cudaSuccess && status != cudaStreamCaptureStatusNone)
+#if CUDART_VERSION >= 13000
+        error = cudaStreamGetCaptureInfo(native_of(stream), &status, &number, NULL, NULL, NULL, NULL);
+#else
+        error = cudaStreamGetCaptureInfo_v2(native_of(stream), &status, &number, NULL, NULL, NULL);
+#endif
+    leave(g);
+    if (error == cudaErrorStreamCaptureImplicit) { /* the legacy stream while another one is captured: not part of it */
+        cudaGetLastError();
+        error = cudaSuccess;
+    }
+    *id = number;
+    if (error != cudaSuccess) return lf__cuda_fail(error, "cudaStreamIsCapturing");
+    return status == cudaStreamCaptureStatusInvalidated
+               ? lf__fail(LF_ERR_STATE, "the stream's capture was invalidated by an earlier call")
+               : LF_OK;
+}
+
 /* ---- events --------------------------------------------------------------------------------------------------------- */
 
 typedef struct cuda_event {
@@ -271,6 +309,15 @@ static void cuda_event_close(void *context, void *event)
     cudaEventDestroy(((cuda_event *)event)->native);
     leave(g);
     lf__free(event);
+}
+
+static lf_status cuda_event_mark(void *context, void *event, void *stream)
+{
+    cuda_event *e = event;
+    guard g = enter(context);
+    const cudaError_t error = cudaEventRecord(e->native, native_of(stream));
+    if (error == cudaSuccess) e->recorded = true;
+    return finish(error, "cudaEventRecord", stream, g);
 }
 
 /* While the stream is being captured the record becomes an external node, so that replays time themselves. */
@@ -364,4 +411,8 @@ const lf__device_ops lf__device_cuda = {
     .slab_commit = lf__cuda_slab_commit,
     .slab_release = lf__cuda_slab_release,
     .kernels = lf__cuda_kernels,
+    .enter = cuda_enter,
+    .leave = cuda_leave,
+    .stream_capture = cuda_stream_capture,
+    .event_mark = cuda_event_mark,
 };
