@@ -259,8 +259,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        dhidden, dweight = ctx.saved_tensors
-        return dhidden * dloss.to(dhidden.dtype), (dweight * dloss).to(ctx.dtype), None, None
+        dhidden, total = ctx.saved_tensors
+        dweight, dloss = total.new_empty(total.shape, dtype=ctx.dtype), dloss.float()
+        _C.loom_add(
+            *at(total),
+            dweight.data_ptr(),
+            DTYPES[ctx.dtype],
+            total.data_ptr(),
+            DTYPES[total.dtype],
+            total.numel(),
+            dloss.data_ptr(),
+            False,
+        )
+        return dhidden * dloss.to(dhidden.dtype), dweight, None, None
 
 
 _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype_out")

@@ -53,6 +53,7 @@ class AdamW(torch.optim.Optimizer):
         map.optimizer = self
         self._numbers: dict = {}  # sweeps of a step -> its rows, filled on the host, read by the sweep where it runs
         self._sumsq = torch.zeros(1, dtype=torch.float64, device=map.torch_device)
+        self._clipped_norm = torch.zeros(1, dtype=torch.float32, device=map.torch_device)
 
     def add_param_group(self, param_group) -> None:
         super().add_param_group(param_group)
@@ -205,11 +206,15 @@ class AdamW(torch.optim.Optimizer):
         if isinstance(self.grad_scale, torch.Tensor):
             hyper.view(torch.float32)[:, -1:].mul_(self.grad_scale)
         if self._max_norm is not None and sweeps:
-            factor = torch.ones_like(self.norm)
-            if self._max_norm > 0:
-                factor = (self._max_norm / (self.norm + 1e-6)).clamp(max=1.0)
-            factor = torch.where(self.norm.isfinite(), factor, torch.nan)
-            hyper.view(torch.float32)[:, -1:].mul_(factor.float())
+            _C.loom_clip(
+                self.map.device,
+                self._stream,
+                self._sumsq.data_ptr(),
+                self._max_norm,
+                hyper.data_ptr(),
+                len(sweeps),
+                self._clipped_norm.data_ptr(),
+            )
         for row, sweep in enumerate(sweeps):
             _C.loom_adamw(self.map.handle, self._stream, sweep.ranges, hyper[row].data_ptr())
 

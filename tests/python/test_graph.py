@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StepGraph: the same steps as a plain loop; on a GPU captured, elsewhere eager with a reason. AdamW's parts that it is made of."""
+
+import math
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import loongforge  # noqa: E402
+from loongforge.graph import StepGraph  # noqa: E402
+from loongforge.mapping import ParameterMap  # noqa: E402
+from loongforge.models.gr00t_n16 import Gr00tN16, preset  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+def net(device, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
+
+
+def data(device, n, b=8):
+    g = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(b + i % 2, 16, generator=g).to(device), torch.randn(b + i % 2, 4, generator=g).to(device)) for i in range(n)
+    ]
+
+
+def make(device, **options):
+    model = net(device)
+    optimizer = loongforge.AdamW(ParameterMap(model), lr=1e-2, weight_decay=0.1)
+
+    def forward_backward(x, y):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return model, optimizer, StepGraph(forward_backward, optimizer, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_steps_are_a_plain_loops(device, clip):
+    stock = net(device)
+    optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-2, weight_decay=0.1)
+    model, ours, step = make(device, clip=clip, warmup=1)
+    for i, (x, y) in enumerate(data(device, 9)):
+        for o in (optimizer, ours):
+            o.param_groups[0]["lr"] = 1e-2 / (1 + i)
+        optimizer.zero_grad()
+        loss = (stock(x) - y).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(stock.parameters(), clip or math.inf)
+        optimizer.step()
+        assert step(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert step.norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    for p, q in zip(stock.parameters(), model.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert all(ours.state[p]["step"] == 9 for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    if device == "cuda":
+        assert step.n_captured == 2 and step.reason is None
+    else:
+        assert "need CUDA" in step.reason
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_norm_that_is_not_finite_changes_nothing(device):
+    model, optimizer, step = make(device, warmup=1)
+    for x, y in data(device, 4)[::2]:
+        step(x, y)
+    before = [p.detach().clone() for p in model.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+    x, y = data(device, 1)[0]
+    step(x * math.nan, y)
+    assert math.isnan(step.norm.item())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], m) for p, m in zip(model.parameters(), moments))
+    step(x, y)
+    assert math.isfinite(step.norm.item()) and not torch.equal(before[0], model[0].weight)
+
+
+def test_step_counts_are_shared_until_they_differ():
+    model = net("cpu")
+    held = ParameterMap(model)
+    ours, stock = loongforge.AdamW(held, lr=1e-2), net("cpu")
+    theirs = torch.optim.AdamW(stock.parameters(), lr=1e-2)
+    x = torch.ones(2, 16)
+    for i in range(6):
+        for m, o in ((model, ours), (stock, theirs)):
+            o.zero_grad()
+            (m(x) if i % 3 else m[0](x)).square().mean().backward()  # every third step the last layer has no gradient
+            o.step()
+    for p, q in zip(model.parameters(), stock.parameters()):
+        assert ours.state[p]["step"] == theirs.state[q]["step"]
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert ours.state[model[0].weight]["step"] is ours.state[model[0].bias]["step"]
+    assert ours.state[model[2].weight]["step"] == 4
+
+
+@needs_gpu
+def test_a_look_at_the_device_breaks_the_capture_and_is_said():
+    model = net("cuda")
+    optimizer = loongforge.AdamW(ParameterMap(model), lr=1e-2)
+
+    def forward_backward(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach() if loss.item() > -1 else None
+
+    step = StepGraph(forward_backward, optimizer, warmup=1)
+    x, losses = torch.ones(4, 16, device="cuda"), []
+    losses.append(step(x).item())
+    with pytest.warns(RuntimeWarning, match="capturing the step failed"):
+        losses.append(step(x).item())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses += [step(x).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
+    assert optimizer.state[model[0].weight]["step"] == 5
+
+
+@needs_gpu
+def test_a_moved_map_is_captured_anew():
+    model, optimizer, step = make("cuda", warmup=1)
+    x, y = data("cuda", 1)[0]
+    for _ in range(3):
+        step(x, y)
+    optimizer.map.replan()
+    assert step.n_captured == 0
+    losses = [step(x, y).item() for _ in range(3)]
+    assert step.n_captured == 1 and losses == sorted(losses, reverse=True)
+
+
+def gr00t(device, capture, dtype):
+    config = preset("tiny").with_(attention="dense")
+    model = Gr00tN16(config).to(device)
+    held = loongforge.accelerate(model, dtype=dtype)
+    optimizer = loongforge.AdamW(held, lr=1e-3)
+
+    def forward_backward(images, tokens):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is not None):
+            out = model(images, tokens)
+        out.loss.backward()
+        return out.loss.detach()
+
+    return config, model, StepGraph(forward_backward, optimizer, clip=1.0, warmup=2, enabled=capture)
+
+
+@needs_gpu
+def test_captured_gr00t_is_eager_gr00t_and_learns_like_f32():
+    curves = []
+    for device, capture, dtype in (("cuda", True, torch.bfloat16), ("cuda", False, torch.bfloat16), ("cpu", False, None)):
+        config, model, step = gr00t(device, capture, dtype)
+        g = torch.Generator().manual_seed(1)
+        images = torch.randn(8, 3, config.image_size, config.image_size, generator=g).to(device)
+        tokens = torch.randint(0, 200, (8, 50), generator=g).to(device)
+        losses = []
+        for i in range(12):
+            model.set_step(i)
+            losses.append(step(images, tokens).item())
+        curves.append(losses)
+        assert step.n_captured == int(capture), step.reason
+    assert curves[0] == pytest.approx(curves[1], rel=5e-3)  # attention's backward adds in another order each time
+    assert curves[0] == pytest.approx(curves[2], rel=3e-2)
