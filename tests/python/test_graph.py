@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepGraph: the same steps as a plain loop; on a GPU captured, elsewhere eager with a reason. AdamW's parts that it is made of."""
+"""StepGraph: the steps of a plain loop; captured on a GPU, elsewhere eager with a reason. And the parts of AdamW it is made of."""
 
 import math
-import warnings
 
 import pytest
 
@@ -105,24 +104,23 @@ def test_step_counts_are_shared_until_they_differ():
 
 @needs_gpu
 def test_a_look_at_the_device_breaks_the_capture_and_is_said():
-    model = net("cuda")
-    optimizer = loongforge.AdamW(ParameterMap(model), lr=1e-2)
+    def steps(capture):
+        model = net("cuda")
+        optimizer = loongforge.AdamW(ParameterMap(model), lr=1e-3)
 
-    def forward_backward(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss.detach() if loss.item() > -1 else None
+        def forward_backward(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach() if loss.item() > -1 else None
 
-    step = StepGraph(forward_backward, optimizer, warmup=1)
-    x, losses = torch.ones(4, 16, device="cuda"), []
-    losses.append(step(x).item())
-    with pytest.warns(RuntimeWarning, match="capturing the step failed"):
-        losses.append(step(x).item())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        losses += [step(x).item() for _ in range(3)]
-    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
-    assert optimizer.state[model[0].weight]["step"] == 5
+        step, x = StepGraph(forward_backward, optimizer, warmup=1, enabled=capture), torch.ones(4, 16, device="cuda")
+        return optimizer.state[model[0].weight], [step(x).item() for _ in range(5)]
+
+    with pytest.warns(RuntimeWarning, match="capturing the step failed") as said:
+        state, losses = steps(True)
+    assert len(said) == 1
+    assert losses == steps(False)[1] and len(set(losses)) == 5
+    assert state["step"] == 5
 
 
 @needs_gpu
