@@ -14,7 +14,7 @@ enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 
 file(GLOB LF_CUDA_SOURCES CONFIGURE_DEPENDS src/device/cuda/*.c src/loom/cuda/*.c src/loom/cuda/*.cu
-  src/nexus/cuda/*.c src/nexus/cuda/*.cu)
+  src/nexus/cuda/*.c src/nexus/cuda/*.cu src/scope/cuda/*.c src/scope/cuda/*.cu)
 add_library(loongforge_cuda SHARED ${LF_CUDA_SOURCES})
 target_include_directories(loongforge_cuda PRIVATE include src)
 target_include_directories(loongforge_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})

@@ -1,24 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The step clock. One lock guards everything; it is taken a few times a step. */
+/* The step clock: order of calls, host time, figures. One lock guards everything; it is taken a few times a step, and not held
+ * while a device is given work. Only the trainer's thread changes whether a step or a part is open. */
 #include <math.h>
 
-#include "base/base.h"
-#include "loongforge/scope.h"
-
-/* Times of one step, or their sums over steps. */
-typedef struct part_times {
-    double wall_s, busy_s[LF_N_PARTS], exposed_s[LF_N_PARTS];
-    int64_t steps, tokens;
-} part_times;
-
-struct lf_clock {
-    lf__mutex *lock;
-    part_times now, sum; /* the open step or what was added for the next one; all ended steps */
-    lf__hist hist;       /* of steps */
-    int64_t begin_ns, part_ns;
-    int32_t part; /* that is open, -1: none */
-    bool in_step;
-};
+#include "scope_int.h"
 
 const char *lf_part_name(int32_t part)
 {
@@ -33,6 +18,7 @@ lf_status lf_clock_open(lf_clock **out)
     lf_clock *clock = lf__alloc(sizeof *clock);
     if (!clock) return LF_FAIL(LF_ERR_NOMEM, "step clock");
     clock->part = -1;
+    clock->sum.step = -1;
     clock->lock = lf__mutex_open();
     if (!clock->lock) {
         lf_clock_close(clock);
@@ -45,6 +31,7 @@ lf_status lf_clock_open(lf_clock **out)
 void lf_clock_close(lf_clock *clock)
 {
     if (!clock) return;
+    lf__follow_close(clock->follow);
     lf__mutex_close(clock->lock);
     lf__free(clock);
 }
@@ -54,13 +41,22 @@ lf_status lf_clock_step_begin(lf_clock *clock)
     LF_CHECK_ARG(clock, "clock is NULL");
     lf__lock(clock->lock);
     bool was_open = clock->in_step;
-    if (!was_open) {
-        clock->in_step = true;
-        clock->begin_ns = lf__now_ns();
-    }
+    clock->begun = true;
     lf__unlock(clock->lock);
     if (was_open) return LF_FAIL(LF_ERR_STATE, "a step is open already; hint: end or cancel it before the next begins");
+    lf_status rc = clock->follow ? lf__follow_begin(clock) : LF_OK;
+    if (rc != LF_OK) return rc;
+    lf__lock(clock->lock);
+    clock->in_step = true;
+    clock->begin_ns = lf__now_ns();
+    lf__unlock(clock->lock);
     return LF_OK;
+}
+
+lf_status lf_clock_wait(lf_clock *clock)
+{
+    LF_CHECK_ARG(clock, "clock is NULL");
+    return clock->follow ? lf__follow_wait_oldest(clock) : LF_OK;
 }
 
 void lf_clock_step_cancel(lf_clock *clock)
@@ -70,9 +66,20 @@ void lf_clock_step_cancel(lf_clock *clock)
     if (clock->in_step) {
         clock->in_step = false;
         clock->part = -1;
-        clock->now = (part_times){0};
+        clock->now = (lf__host_times){0};
+        if (clock->follow) lf__follow_cut(clock->follow, true);
     }
     lf__unlock(clock->lock);
+}
+
+lf_status lf_clock_pause(lf_clock *clock)
+{
+    LF_CHECK_ARG(clock, "clock is NULL");
+    lf__lock(clock->lock);
+    bool in_step = clock->in_step;
+    if (!in_step && clock->follow) lf__follow_cut(clock->follow, false);
+    lf__unlock(clock->lock);
+    return in_step ? LF_FAIL(LF_ERR_STATE, "a pause inside a step; hint: end or cancel it first") : LF_OK;
 }
 
 static lf_status check_part(const lf_clock *clock, int32_t part)
@@ -102,14 +109,16 @@ lf_status lf_clock_part_begin(lf_clock *clock, int32_t part)
     lf__lock(clock->lock);
     int32_t open = clock->part;
     bool in_step = clock->in_step;
-    if (in_step && open < 0) {
-        clock->part = part;
-        clock->part_ns = lf__now_ns();
-    }
     lf__unlock(clock->lock);
     if (!in_step) return LF_FAIL(LF_ERR_STATE, "part %s begins outside a step", lf_part_name(part));
     if (open >= 0)
         return LF_FAIL(LF_ERR_STATE, "part %s begins inside part %s; parts do not nest", lf_part_name(part), lf_part_name(open));
+    if (clock->follow) rc = lf__follow_mark(clock->follow, 0, part, clock->follow->stream);
+    if (rc < 0) return rc;
+    lf__lock(clock->lock);
+    clock->part = part;
+    clock->part_ns = lf__now_ns();
+    lf__unlock(clock->lock);
     return LF_OK;
 }
 
@@ -119,21 +128,37 @@ lf_status lf_clock_part_end(lf_clock *clock, int32_t part)
     if (rc < 0) return rc;
     lf__lock(clock->lock);
     int32_t open = clock->part;
-    if (open == part) {
-        double s = (double)(lf__now_ns() - clock->part_ns) * 1e-9;
-        clock->now.busy_s[part] += s;
-        clock->now.exposed_s[part] += s;
-        clock->part = -1;
-    }
+    double trainer_s = (double)(lf__now_ns() - clock->part_ns) * 1e-9;
     lf__unlock(clock->lock);
     if (open != part)
         return LF_FAIL(LF_ERR_STATE, "part %s ends, open is %s", lf_part_name(part), open < 0 ? "none" : lf_part_name(open));
+    if (clock->follow) rc = lf__follow_mark(clock->follow, 1, part, clock->follow->stream);
+    if (rc < 0) return rc;
+    lf__lock(clock->lock);
+    clock->now.trainer_s[part] += trainer_s;
+    clock->part = -1;
+    lf__unlock(clock->lock);
     return LF_OK;
 }
 
-/* ---- figures */
+static lf_status mark(lf_clock *clock, int32_t end, int32_t part, lf_stream *stream)
+{
+    lf_status rc = check_part(clock, part);
+    if (rc < 0) return rc;
+    if (!clock->follow) {
+        if (part == LF_PART_COMPUTE) return LF_OK; /* what is left of the step is compute anyway */
+        return end ? lf_clock_part_end(clock, part) : lf_clock_part_begin(clock, part);
+    }
+    LF_CHECK_ARG(stream, "mark of %s: stream is NULL, expected the one that its work is queued on", lf_part_name(part));
+    return lf__follow_mark(clock->follow, end, part, stream);
+}
 
-static int32_t find_bottleneck(const part_times *t)
+lf_status lf_clock_mark_begin(lf_clock *clock, int32_t part, lf_stream *stream) { return mark(clock, 0, part, stream); }
+lf_status lf_clock_mark_end(lf_clock *clock, int32_t part, lf_stream *stream) { return mark(clock, 1, part, stream); }
+
+/* ---- figures -------------------------------------------------------------------------------------------------------- */
+
+static int32_t find_bottleneck(const lf__part_times *t)
 {
     int32_t most = LF_PART_COMPUTE;
     for (int32_t i = 0; i < LF_N_PARTS; i++)
@@ -141,10 +166,15 @@ static int32_t find_bottleneck(const part_times *t)
     return most;
 }
 
-static void fill_summary(lf_clock_summary *out, const part_times *t)
+static void fill_summary(lf_clock_summary *out, const lf__part_times *t)
 {
     double busiest = 0;
-    *out = (lf_clock_summary){.size = sizeof *out, .steps = t->steps, .tokens = t->tokens, .wall_s = t->wall_s};
+    *out = (lf_clock_summary){.size = sizeof *out,
+                              .steps = t->steps,
+                              .tokens = t->tokens,
+                              .step = t->steps > 0 ? t->step : -1,
+                              .wall_s = t->wall_s,
+                              .gap_s = t->gap_s};
     for (int32_t i = 0; i < LF_N_PARTS; i++) {
         out->busy_s[i] = t->busy_s[i];
         out->exposed_s[i] = t->exposed_s[i];
@@ -157,34 +187,66 @@ static void fill_summary(lf_clock_summary *out, const part_times *t)
     out->bottleneck = find_bottleneck(t);
 }
 
-/* Close the open step; the caller holds the lock and has checked the state. */
-static void end_step(lf_clock *clock, int64_t tokens, lf_clock_summary *last)
+static void fill_one(lf_clock_summary *out, const lf__part_times *step)
 {
-    part_times *now = &clock->now, *sum = &clock->sum;
-    int64_t ns = lf__now_ns() - clock->begin_ns;
-    double given = 0;
-    now->wall_s = (double)ns * 1e-9;
-    now->steps = 1;
-    now->tokens = tokens;
-    for (int32_t i = 0; i < LF_N_PARTS; i++) given += now->exposed_s[i];
-    if (now->wall_s > given) {
-        now->busy_s[LF_PART_COMPUTE] += now->wall_s - given;
-        now->exposed_s[LF_PART_COMPUTE] += now->wall_s - given;
-    }
-    lf__hist_add(&clock->hist, ns);
-    sum->wall_s += now->wall_s;
+    fill_summary(out, step);
+    out->step_p50_s = out->step_p95_s = out->step_p99_s = out->step_max_s = step->wall_s;
+}
+
+static void add_times(lf__part_times *sum, const lf__part_times *step)
+{
+    sum->wall_s += step->wall_s;
+    sum->gap_s += step->gap_s;
     sum->steps++;
-    sum->tokens += tokens;
+    sum->tokens += step->tokens;
+    sum->step = step->step;
     for (int32_t i = 0; i < LF_N_PARTS; i++) {
-        sum->busy_s[i] += now->busy_s[i];
-        sum->exposed_s[i] += now->exposed_s[i];
+        sum->busy_s[i] += step->busy_s[i];
+        sum->exposed_s[i] += step->exposed_s[i];
     }
-    if (last) {
-        fill_summary(last, now);
-        last->step_p50_s = last->step_p95_s = last->step_p99_s = last->step_max_s = now->wall_s;
+}
+
+void lf__clock_count(lf_clock *clock, const lf__part_times *step, int64_t wall_ns)
+{
+    lf__hist_add(&clock->hist, wall_ns);
+    add_times(&clock->sum, step);
+    clock->last = *step;
+}
+
+/* Close the open step in host time; the caller holds the lock and has checked the state. */
+static void end_host_step(lf_clock *clock, int64_t tokens)
+{
+    const lf__host_times *now = &clock->now;
+    const int64_t ns = lf__now_ns() - clock->begin_ns;
+    lf__part_times step = {.wall_s = (double)ns * 1e-9, .steps = 1, .tokens = tokens, .step = clock->n_ended++};
+    double given = 0;
+    for (int32_t i = 0; i < LF_N_PARTS; i++) {
+        step.busy_s[i] = now->busy_s[i] + now->trainer_s[i];
+        step.exposed_s[i] = now->exposed_s[i] + now->trainer_s[i];
+        given += step.exposed_s[i];
     }
-    *now = (part_times){0};
+    if (step.wall_s > given) {
+        step.busy_s[LF_PART_COMPUTE] += step.wall_s - given;
+        step.exposed_s[LF_PART_COMPUTE] += step.wall_s - given;
+    }
+    lf__clock_count(clock, &step, ns);
+    clock->now = (lf__host_times){0};
     clock->in_step = false;
+}
+
+/* The newest complete step that has not been told, or a lost one's error. The caller holds the lock. */
+static lf_status tell_last(lf_clock *clock, lf_clock_summary *last)
+{
+    lf_status rc = clock->fault.status;
+    if (rc < 0) {
+        rc = lf__fault_raise(&clock->fault);
+        clock->fault = (lf__fault){0};
+        return rc;
+    }
+    rc = clock->last.steps > 0 ? LF_OK : LF_AGAIN;
+    if (last) fill_one(last, &clock->last);
+    clock->last = (lf__part_times){0};
+    return rc;
 }
 
 lf_status lf_clock_step_end(lf_clock *clock, int64_t tokens, lf_clock_summary *last)
@@ -195,23 +257,40 @@ lf_status lf_clock_step_end(lf_clock *clock, int64_t tokens, lf_clock_summary *l
     lf__lock(clock->lock);
     int32_t open = clock->part;
     bool in_step = clock->in_step;
-    if (in_step && open < 0) end_step(clock, tokens, last);
     lf__unlock(clock->lock);
     if (!in_step) return LF_FAIL(LF_ERR_STATE, "a step ends that was not begun");
     if (open >= 0) return LF_FAIL(LF_ERR_STATE, "the step ends while part %s is open", lf_part_name(open));
-    return LF_OK;
+    lf_status rc = clock->follow ? lf__follow_end(clock, tokens) : LF_OK;
+    if (rc < 0) return rc;
+    lf__lock(clock->lock);
+    if (clock->follow) rc = lf__follow_collect(clock);
+    else end_host_step(clock, tokens);
+    if (rc == LF_OK) rc = tell_last(clock, last);
+    lf__unlock(clock->lock);
+    return rc;
 }
 
-lf_status lf_clock_get(const lf_clock *clock, lf_clock_summary *summary)
+lf_status lf_clock_get(lf_clock *clock, lf_clock_summary *summary)
 {
     LF_CHECK_ARG(clock && summary, "clock or summary is NULL");
     LF_CHECK_ARG(summary->size == sizeof *summary, "clock summary: size is %zu, expected %zu", summary->size, sizeof *summary);
+    lf_status rc = clock->follow ? lf__follow_wait_ended(clock) : LF_OK;
+    if (rc < 0) return rc;
     lf__lock(clock->lock);
-    fill_summary(summary, &clock->sum);
-    summary->step_p50_s = lf__hist_percentile(&clock->hist, 50);
-    summary->step_p95_s = lf__hist_percentile(&clock->hist, 95);
-    summary->step_p99_s = lf__hist_percentile(&clock->hist, 99);
-    summary->step_max_s = (double)clock->hist.max_ns * 1e-9;
+    if (clock->follow) rc = lf__follow_collect(clock);
+    lf__part_times sum = clock->sum, newest;
+    lf__hist hist = clock->hist;
+    int64_t wall_ns;
+    if (rc == LF_OK && clock->follow && lf__follow_pending(clock, &newest, &wall_ns)) {
+        add_times(&sum, &newest);
+        lf__hist_add(&hist, wall_ns);
+    }
+    fill_summary(summary, &sum);
+    summary->lost = clock->lost;
     lf__unlock(clock->lock);
-    return LF_OK;
+    summary->step_p50_s = lf__hist_percentile(&hist, 50);
+    summary->step_p95_s = lf__hist_percentile(&hist, 95);
+    summary->step_p99_s = lf__hist_percentile(&hist, 99);
+    summary->step_max_s = (double)hist.max_ns * 1e-9;
+    return rc;
 }

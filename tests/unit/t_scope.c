@@ -18,7 +18,7 @@ static lf_clock_summary end_step(lf_clock *c, int64_t tokens)
     return s;
 }
 
-static lf_clock_summary all_steps(const lf_clock *c)
+static lf_clock_summary all_steps(lf_clock *c)
 {
     lf_clock_summary s = {.size = sizeof s};
     CHECK_OK(lf_clock_get(c, &s));
