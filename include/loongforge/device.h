@@ -98,6 +98,7 @@ LF_API lf_status lf_stream_run(lf_stream *stream, lf_host_fn fn, void *user);
 /** Events mark a place in a stream. An event never recorded counts as done. */
 LF_API lf_status lf_event_open(lf_device *device, lf_event **out);
 LF_API void lf_event_close(lf_event *event);
+/** On a CUDA stream under capture the record becomes part of the graph: every replay records anew (an external record). */
 LF_API lf_status lf_event_record(lf_event *event, lf_stream *stream);
 /** Make later work on `stream` wait for the event as recorded now. */
 LF_API lf_status lf_stream_wait(lf_stream *stream, lf_event *event);

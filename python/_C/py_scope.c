@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The step clock. A part is given as LF_PART_* or by name. Calls take no time worth releasing the GIL for. */
+/* The step clock. A part is given as LF_PART_* or by name, a stream as PyTorch's handle. Calls that may wait release the GIL. */
 #include "py.h"
 
 #include <string.h>
@@ -40,12 +40,49 @@ static PyObject *clock_open(PyObject *self, PyObject *none)
     return rc < 0 ? lfpy_raise(rc) : lfpy_wrap(clock, kind, close_clock, NULL);
 }
 
-/* clock_step_begin(clock) */
+/* clock_follow(clock, device, stream, depth=0): device None or the CPU: host time */
+static PyObject *clock_follow(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle, *device_object;
+    unsigned long long native;
+    int depth = 0;
+    if (!PyArg_ParseTuple(args, "OOK|i", &handle, &device_object, &native, &depth)) return NULL;
+    lf_clock *clock = lfpy_get(handle, kind);
+    lf_device *device = clock && device_object != Py_None ? lfpy_get(device_object, "lf_device") : NULL;
+    lf_stream *stream = NULL;
+    if (!clock || (device_object != Py_None && !device)) return NULL;
+    if (device && lfpy_stream(device, native, &stream) < 0) return NULL;
+    return none_or_raise(lf_clock_follow(clock, device, stream, depth));
+}
+
+static lf_status begin_step(lf_clock *clock)
+{
+    lf_status rc;
+    while ((rc = lf_clock_step_begin(clock)) == LF_AGAIN) {
+        rc = lf_clock_wait(clock);
+        if (rc < 0) break;
+    }
+    return rc;
+}
+
+/* clock_step_begin(clock): waits for the oldest step while all of the device's are in flight */
 static PyObject *clock_step_begin(PyObject *self, PyObject *handle)
 {
     (void)self;
     lf_clock *clock = lfpy_get(handle, kind);
-    return clock ? none_or_raise(lf_clock_step_begin(clock)) : NULL;
+    if (!clock) return NULL;
+    lf_status rc;
+    LFPY_FREE_GIL(rc = begin_step(clock));
+    return none_or_raise(rc);
+}
+
+/* clock_pause(clock) */
+static PyObject *clock_pause(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    lf_clock *clock = lfpy_get(handle, kind);
+    return clock ? none_or_raise(lf_clock_pause(clock)) : NULL;
 }
 
 /* clock_step_cancel(clock) */
@@ -93,6 +130,34 @@ static PyObject *clock_part_end(PyObject *self, PyObject *args)
     return on_part(args, lf_clock_part_end);
 }
 
+static PyObject *on_mark(PyObject *args, lf_status (*call)(lf_clock *, int32_t, lf_stream *))
+{
+    PyObject *handle, *part_object;
+    unsigned long long native;
+    if (!PyArg_ParseTuple(args, "OOK", &handle, &part_object, &native)) return NULL;
+    lf_clock *clock = lfpy_get(handle, kind);
+    int32_t part = clock ? part_of(part_object) : -1;
+    if (part < 0) return NULL;
+    lf_device *device = lf_clock_device(clock);
+    lf_stream *stream = NULL;
+    if (device && lfpy_stream(device, native, &stream) < 0) return NULL;
+    return none_or_raise(call(clock, part, stream));
+}
+
+/* clock_mark_begin(clock, part, stream) */
+static PyObject *clock_mark_begin(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return on_mark(args, lf_clock_mark_begin);
+}
+
+/* clock_mark_end(clock, part, stream) */
+static PyObject *clock_mark_end(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return on_mark(args, lf_clock_mark_end);
+}
+
 static PyObject *part_seconds(const double *seconds)
 {
     PyObject *dict = PyDict_New();
@@ -112,14 +177,14 @@ static PyObject *summary_dict(const lf_clock_summary *s)
         Py_XDECREF(exposed);
         return NULL;
     }
-    return Py_BuildValue("{s:L,s:L,s:d,s:N,s:N,s:d,s:d,s:d,s:d,s:d,s:d,s:s}", "steps", (long long)s->steps, "tokens",
-                         (long long)s->tokens, "wall_s", s->wall_s, "busy_s", busy, "exposed_s", exposed, "step_p50_s",
-                         s->step_p50_s, "step_p95_s", s->step_p95_s, "step_p99_s", s->step_p99_s, "step_max_s", s->step_max_s,
-                         "overlap_efficiency", s->overlap_efficiency, "tokens_per_s", s->tokens_per_s, "bottleneck",
-                         lf_part_name(s->bottleneck));
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:N,s:N,s:d,s:d,s:d,s:d,s:d,s:d,s:s}", "steps", (long long)s->steps, "tokens",
+                         (long long)s->tokens, "step", (long long)s->step, "lost", (long long)s->lost, "wall_s", s->wall_s,
+                         "gap_s", s->gap_s, "busy_s", busy, "exposed_s", exposed, "step_p50_s", s->step_p50_s, "step_p95_s",
+                         s->step_p95_s, "step_p99_s", s->step_p99_s, "step_max_s", s->step_max_s, "overlap_efficiency",
+                         s->overlap_efficiency, "tokens_per_s", s->tokens_per_s, "bottleneck", lf_part_name(s->bottleneck));
 }
 
-/* clock_step_end(clock, tokens) -> dict of this step */
+/* clock_step_end(clock, tokens) -> dict of this step; of a device: of the newest that became complete, or None */
 static PyObject *clock_step_end(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -130,28 +195,35 @@ static PyObject *clock_step_end(PyObject *self, PyObject *args)
     if (!clock) return NULL;
     lf_clock_summary s = {.size = sizeof s};
     lf_status rc = lf_clock_step_end(clock, tokens, &s);
+    if (rc == LF_AGAIN) Py_RETURN_NONE;
     return rc < 0 ? lfpy_raise(rc) : summary_dict(&s);
 }
 
-/* clock_summary(clock) -> dict of all steps */
+/* clock_summary(clock) -> dict of all steps; waits for a device's */
 static PyObject *clock_summary(PyObject *self, PyObject *handle)
 {
     (void)self;
     lf_clock *clock = lfpy_get(handle, kind);
     if (!clock) return NULL;
     lf_clock_summary s = {.size = sizeof s};
-    lf_status rc = lf_clock_get(clock, &s);
+    lf_status rc;
+    LFPY_FREE_GIL(rc = lf_clock_get(clock, &s));
     return rc < 0 ? lfpy_raise(rc) : summary_dict(&s);
 }
 
 PyMethodDef lfpy_scope_methods[] = {
     {"clock_open", clock_open, METH_NOARGS, "A step clock."},
+    {"clock_follow", clock_follow, METH_VARARGS, "clock_follow(clock, device, stream, depth=0): measure a device."},
     {"clock_step_begin", clock_step_begin, METH_O, "clock_step_begin(clock)."},
     {"clock_step_cancel", clock_step_cancel, METH_O, "clock_step_cancel(clock): drop the open step."},
+    {"clock_pause", clock_pause, METH_O, "clock_pause(clock): the next step does not follow on the last one."},
     {"clock_add", clock_add, METH_VARARGS, "clock_add(clock, part, busy_s, exposed_s): from any thread."},
     {"clock_part_begin", clock_part_begin, METH_VARARGS, "clock_part_begin(clock, part)."},
     {"clock_part_end", clock_part_end, METH_VARARGS, "clock_part_end(clock, part)."},
-    {"clock_step_end", clock_step_end, METH_VARARGS, "clock_step_end(clock, tokens) -> dict of this step."},
+    {"clock_mark_begin", clock_mark_begin, METH_VARARGS, "clock_mark_begin(clock, part, stream): of what is queued next."},
+    {"clock_mark_end", clock_mark_end, METH_VARARGS, "clock_mark_end(clock, part, stream)."},
+    {"clock_step_end", clock_step_end, METH_VARARGS,
+     "clock_step_end(clock, tokens) -> dict of the newest complete step or None."},
     {"clock_summary", clock_summary, METH_O, "clock_summary(clock) -> dict of all steps."},
     {NULL, NULL, 0, NULL},
 };
