@@ -12,6 +12,10 @@
  *  Only the GRAD plane is touched, and only of classes that are not frozen. Who divides: reduce = mean makes lf_nexus_finish
  *  divide by the world; with sum the caller does (for instance through lf_adamw's grad_scale, at no cost).
  *
+ *  Under a CUDA capture begin, mark and finish put the whole reduction into the graph, in the same order and with the same
+ *  transport, where that can be captured (NCCL). Each launch of the graph is then told by lf_nexus_replayed. Before capturing,
+ *  lf_nexus_settle; all ranks capture or none does.
+ *
  *  A transport is a table of functions; NexusSync calls it from the thread that marks. One reduction step at a time. Calls on
  *  one handle may come from any thread and exclude one another; a caller that holds a lock which the transport needs (the
  *  interpreter's) must let go of it first. */
@@ -26,6 +30,16 @@ extern "C" {
 
 typedef struct lf_nexus lf_nexus;
 
+/** Counts and times since a handle was opened. Without a device's clock a collective's time runs from its post to the moment
+ *  the host sees it done. */
+typedef struct lf_nexus_stats {
+    size_t size;
+    int64_t steps, collectives, bytes, late_blocks; /* blocks that finish had to flush */
+    double exposed_s;                               /* time that the step waited in lf_nexus_finish, summed */
+    double p50_s, p95_s, p99_s;                     /* of one collective; of one run where the transport has runs */
+    double busy_s;                                  /* time of all of them, summed */
+} lf_nexus_stats;
+
 /** How bytes move between ranks. Functions return LF_OK or an error, with its text kept by lf_transport_fail. All ranks post
  *  the same operations in the same order. Data is memory of the map's device; dtypes are F32, BF16 and, when ranks agree on
  *  the map, I64. */
@@ -37,7 +51,7 @@ typedef struct lf_transport {
     /** Start summing `count` elements over all ranks, in place; returns at once.  @param stream the data is ready when work
      *  queued on it so far is done (NULL: ready now).  @param[out] ticket names the operation for `wait`. */
     lf_status (*post)(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
-    /** Wait until a posted operation is done: on the host, or by making `stream` wait. Called once a ticket, in order of
+    /** Wait until a posted operation is done: on the host, or by making `stream` wait. Called once a post, in order of
      *  posting. LF_ERR_TIMEOUT, LF_ERR_PEER; after an error the transport no longer touches the operation's data. */
     lf_status (*wait)(void *user, int64_t ticket, lf_stream *stream, double timeout_s);
     /** (optional) Called by lf_nexus_close. */
@@ -45,6 +59,24 @@ typedef struct lf_transport {
     /** (optional) LF_OK when the operation is done, LF_AGAIN when not, or its error. Called now and then from the thread that
      *  marks, so that times of collectives end when they end; without it they end when lf_nexus_finish gets to them. */
     lf_status (*query)(void *user, int64_t ticket);
+    /** (optional) open 1, some posts, open 0: a run. It is the same on every rank and posted in one go, so the transport may
+     *  launch it as one; several posts may then get the same ticket. A transport without this gets its posts one by one, as
+     *  each is ready. After a post that failed the run is over.  @param label names it in errors; lives until `close`. */
+    lf_status (*run)(void *user, int32_t open, const char *label);
+    /** (optional) LF_OK, or an error that the transport found by itself since. */
+    lf_status (*check)(void *user);
+    /** (optional) All posts of steps will lie in these pieces of memory: called a few times when a handle opens, in the same
+     *  order on every rank; the transport may use it to move data without copies of its own. */
+    lf_status (*memory)(void *user, void *base, int64_t bytes);
+    /** (optional) A captured step was launched on `stream`. `label` as for `run`. */
+    lf_status (*replayed)(void *user, lf_stream *stream, const char *label);
+    /** (optional) Wait on the host until all that was posted is done. LF_ERR_TIMEOUT, LF_ERR_PEER. */
+    lf_status (*settle)(void *user, double timeout_s);
+    /** (optional) Fill collectives, bytes and times of operations that ran outside a capture, by the device's clock. */
+    lf_status (*stats)(void *user, lf_nexus_stats *stats);
+    /** (optional) One line for people: which library, what is used of it and what is not. */
+    void (*describe)(void *user, char *text, size_t size);
+    int32_t mean; /* 1: F32 and BF16 are divided by the world on the way; allowed when the option reduce is mean */
 } lf_transport;
 
 /** For transports written outside the library: keep `text` as the calling thread's error.  @return status, or
@@ -59,6 +91,7 @@ typedef struct lf_nexus_options {
     int32_t priority;                /* of the stream of a transport that opens one of its own */
     double timeout_s;                /* of one collective */
     char reduce[LF_TEXT_MAX];        /* mean | sum */
+    int64_t run_bytes;               /* of chunks that become ready together and are launched as one */
 } lf_nexus_options;
 
 /** One row of the schedule. */
@@ -69,14 +102,8 @@ typedef struct lf_chunk_info {
     lf_range range;
     int64_t bytes;
     const char *form; /* "dense"; owned by the library */
+    int32_t run;      /* chunks of one run are posted together where the transport can */
 } lf_chunk_info;
-
-typedef struct lf_nexus_stats {
-    size_t size;
-    int64_t steps, collectives, bytes, late_blocks; /* blocks that finish had to flush */
-    double exposed_s;                               /* time lf_nexus_finish waited, summed */
-    double p50_s, p95_s, p99_s;                     /* of one collective, post to done as seen by the host */
-} lf_nexus_stats;
 
 /** Make the schedule and check that all ranks have the same one (one small sum over the transport).
  *  @param map the handle keeps a reference.
@@ -94,6 +121,9 @@ LF_API int32_t lf_nexus_n_chunks(const lf_nexus *nexus);
 /** The i-th chunk in the order of posting.  @return LF_ERR_INVALID (no such chunk, or info->size). */
 LF_API lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info *info);
 
+/** One line on the transport and what is used of it, cut to `size` bytes.  @return LF_ERR_INVALID (text NULL, size 0). */
+LF_API lf_status lf_nexus_describe(const lf_nexus *nexus, char *text, size_t size);
+
 /** Start a step's reductions: forget all marks.  @return LF_ERR_STATE (the last step was not finished, or no transport); after
  *  a failed step that step's error, for good: ranks can no longer be known to agree. Close the handle. */
 LF_API lf_status lf_nexus_begin(lf_nexus *nexus);
@@ -107,6 +137,17 @@ LF_API lf_status lf_nexus_mark(lf_nexus *nexus, int32_t index, lf_stream *stream
  *  @return LF_ERR_STATE (no step begun); the first error of any chunk: the step's gradients are then not usable. */
 LF_API lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream);
 LF_API lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats);
+
+/** LF_OK, or the error that ended the handle, also one that the transport found while nobody called (a peer that died, a
+ *  collective past its deadline). Asks no device and costs next to nothing: for once a step, and before a checkpoint is saved.
+ *  Where lf_nexus_finish does not wait on the host, a step is known to be good when this is LF_OK after its work is done. */
+LF_API lf_status lf_nexus_check(lf_nexus *nexus);
+/** Wait on the host until everything posted is done: before a capture, and before memory of the map is given up.
+ *  @return LF_ERR_TIMEOUT, LF_ERR_PEER. */
+LF_API lf_status lf_nexus_settle(lf_nexus *nexus);
+/** A graph that holds one captured step (begin, marks and finish on a capturing stream) was launched on `stream`, just now: count
+ *  it and watch over it.  @return LF_ERR_STATE (nothing was captured); the handle's error. */
+LF_API lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream);
 
 /** A transport inside one process: `world` ends, used by one thread each, that sum each other's data in rank order (BF16 in
  *  f32, rounded once), for tests and dry runs. An end that closes early, posts another count or dtype than rank 0, or gives up

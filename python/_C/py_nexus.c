@@ -222,7 +222,7 @@ static PyObject *nexus_finish(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 /* ---- questions ------------------------------------------------------------------------------------------------------- */
 
-/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form}, …] in the order of posting */
+/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run}, …] in the order of posting */
 static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
 {
     (void)self;
@@ -231,10 +231,11 @@ static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
     for (int32_t i = 0; list && i < lf_nexus_n_chunks(b->nexus); i++) {
         lf_chunk_info c = {.size = sizeof c};
         const lf_status rc = lf_nexus_get_chunk(b->nexus, i, &c);
-        PyObject *row = rc < 0 ? lfpy_raise(rc)
-                               : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s}", "group", (int)c.group, "dtype", (int)c.dtype,
-                                               "klass", (int)c.range.klass, "offset", (long long)c.range.offset, "count",
-                                               (long long)c.range.count, "bytes", (long long)c.bytes, "form", c.form);
+        PyObject *row =
+            rc < 0 ? lfpy_raise(rc)
+                   : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i}", "group", (int)c.group, "dtype", (int)c.dtype, "klass",
+                                   (int)c.range.klass, "offset", (long long)c.range.offset, "count", (long long)c.range.count,
+                                   "bytes", (long long)c.bytes, "form", c.form, "run", (int)c.run);
         if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
         Py_XDECREF(row);
     }
@@ -251,9 +252,9 @@ static PyObject *nexus_stats(PyObject *self, PyObject *handle)
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_get_stats(b->nexus, &s)); /* it waits for a step that is finishing */
     if (rc < 0) return lfpy_raise(rc);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d}", "steps", (long long)s.steps, "collectives",
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d}", "steps", (long long)s.steps, "collectives",
                          (long long)s.collectives, "bytes", (long long)s.bytes, "late_blocks", (long long)s.late_blocks,
-                         "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s);
+                         "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s);
 }
 
 #define FAST(name, help)                                              \

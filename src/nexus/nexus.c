@@ -6,18 +6,6 @@
 
 /* ---- opening --------------------------------------------------------------------------------------------------------- */
 
-static lf_status take_transport(lf_nexus *nexus, const lf_transport *t)
-{
-    LF_CHECK_ARG(t->size >= offsetof(lf_transport, query) && t->size <= sizeof *t,
-                 "lf_transport: size is %zu, expected %zu to %zu", t->size, offsetof(lf_transport, query), sizeof *t);
-    LF_CHECK_ARG(t->name && t->post && t->wait, "transport without a name, post or wait");
-    LF_CHECK_ARG(t->world >= 1 && t->world <= 1 << 15 && t->rank >= 0 && t->rank < t->world,
-                 "transport %s: rank %d of %d, expected a rank below a world of 1 to %d", t->name, t->rank, t->world, 1 << 15);
-    memcpy(&nexus->transport, t, t->size);
-    nexus->transport.size = sizeof nexus->transport;
-    return LF_OK;
-}
-
 static lf_status find_kernels(lf_nexus *nexus)
 {
     nexus->kernels = &lf__nexus_cpu;
@@ -41,27 +29,30 @@ static lf_status resolve_chunks(lf_nexus *nexus)
                            lf_dtype_name(c->dtype));
         c->data = lf_map_address(nexus->map, &c->range, LF_ROLE_GRAD);
         if (!c->data) return LF_FAIL(LF_ERR_INTERNAL, "chunk %d has no address", i);
-        c->factor = strcmp(nexus->opts.reduce, "mean") == 0 ? 1.0f / (float)nexus->transport.world : 1;
+        c->factor = strcmp(nexus->opts.reduce, "mean") == 0 && !nexus->transport.mean ? 1.0f / (float)nexus->transport.world : 1;
     }
     return LF_OK;
 }
 
 static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
 {
-    lf_status rc = take_transport(nexus, transport);
+    lf_status rc = lf__nexus_take_transport(nexus, transport);
     if (rc < 0) return rc;
     nexus->device = lf_map_device(nexus->map);
     if (!nexus->device) return LF_FAIL(LF_ERR_STATE, "the map is not allocated; hint: lf_map_allocate before lf_nexus_open");
     rc = find_kernels(nexus);
     if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
+    if (rc == LF_OK) rc = lf__nexus_spans_open(nexus);
     if (rc == LF_OK) rc = resolve_chunks(nexus);
-    return rc == LF_OK ? lf__nexus_agree(nexus) : rc;
+    if (rc == LF_OK) rc = lf__nexus_agree(nexus);
+    return rc == LF_OK ? lf__nexus_announce_memory(nexus) : rc;
 }
 
 static void free_nexus(lf_nexus *nexus)
 {
     if (!nexus) return;
     lf_event_close(nexus->event);
+    lf__nexus_spans_close(nexus);
     lf__nexus_schedule_free(&nexus->plan);
     lf__mutex_close(nexus->mutex);
     lf__free(nexus->marked);
@@ -83,7 +74,7 @@ lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transpo
                  "comm_strategy is sparse, expected hybrid or dense: top-k reduction saves time only on slow links, and is not "
                  "offered before a measurement of the link can say that it does");
     if (lf_map_n_groups(map) == 0) LF_THROW(LF_ERR_STATE, "the map is not planned; hint: lf_map_plan before lf_nexus_open");
-    LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes));
+    LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes, nexus->opts.run_bytes));
     nexus->mutex = lf__mutex_open();
     nexus->marked = lf__alloc((size_t)nexus->plan.n_blocks);
     if (!nexus->mutex || !nexus->marked) LF_THROW(LF_ERR_NOMEM, "nexus");
@@ -110,38 +101,11 @@ lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info
     LF_CHECK_ARG(chunk >= 0 && chunk < nexus->plan.n_chunks, "chunk %d, expected 0 to %d", chunk, nexus->plan.n_chunks - 1);
     LF_CHECK_ARG(info->size == sizeof *info, "lf_chunk_info: size is %zu, expected %zu", info->size, sizeof *info);
     const nexus_chunk *c = &nexus->plan.chunks[chunk];
-    *info = (lf_chunk_info){sizeof *info, c->group, c->dtype, c->range, c->bytes, "dense"};
+    *info = (lf_chunk_info){sizeof *info, c->group, c->dtype, c->range, c->bytes, "dense", c->run};
     return LF_OK;
 }
 
-/* ---- the transport --------------------------------------------------------------------------------------------------- */
-
-lf_status lf_transport_fail(lf_status status, const char *text)
-{
-    return LF_FAIL(status < 0 ? status : LF_ERR_INTERNAL, "%s", text && *text ? text : lf_status_text(status));
-}
-
-/* A transport answers LF_OK or an error with words; anything else is put into that form. */
-static lf_status check_answer(const lf_nexus *nexus, const char *what, lf_status rc)
-{
-    const char *name = nexus->transport.name;
-    if (rc == LF_OK) return LF_OK;
-    if (rc > 0) return LF_FAIL(LF_ERR_INTERNAL, "transport %s: %s answered %d, expected 0 or an error", name, what, rc);
-    if (!*lf_error_text()) return LF_FAIL(rc, "transport %s: %s: %s", name, what, lf_status_text(rc));
-    return rc;
-}
-
-lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
-{
-    lf_error_clear();
-    return check_answer(nexus, "post", nexus->transport.post(nexus->transport.user, data, count, dtype, stream, ticket));
-}
-
-lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream)
-{
-    lf_error_clear();
-    return check_answer(nexus, "wait", nexus->transport.wait(nexus->transport.user, ticket, stream, nexus->opts.timeout_s));
-}
+/* ---- failures --------------------------------------------------------------------------------------------------------- */
 
 /* The step is over, and so is the handle: ranks may have summed different things. */
 static lf_status fail_step(lf_nexus *nexus, lf_status rc)
@@ -157,6 +121,14 @@ static lf_status fail_chunk(lf_nexus *nexus, int32_t i, lf_status rc)
     return fail_step(nexus, lf__fail_prefix(rc, "chunk %d of %d (group %s, class %d, elements %lld to %lld)", i,
                                             nexus->plan.n_chunks, c->group_name, c->range.klass, (long long)c->range.offset,
                                             (long long)(c->range.offset + c->range.count)));
+}
+
+/* The handle's error, or one that the transport has found meanwhile. */
+static lf_status check_health(lf_nexus *nexus)
+{
+    lf_status rc = lf__fault_raise(&nexus->fault);
+    if (rc == LF_OK) rc = lf__nexus_call_check(nexus);
+    return rc < 0 ? fail_step(nexus, rc) : rc;
 }
 
 /* ---- order between streams ------------------------------------------------------------------------------------------- */
@@ -193,7 +165,7 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     LF_CHECK_ARG(nexus, "nexus is NULL");
     lf_status rc = LF_OK;
     lf__lock(nexus->mutex);
-    LF_TRY(lf__fault_raise(&nexus->fault));
+    LF_TRY(check_health(nexus));
     if (!nexus->transport.post) LF_THROW(LF_ERR_STATE, "nexus was opened without a transport and only shows the schedule");
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
     memset(nexus->marked, 0, (size_t)nexus->plan.n_blocks);
@@ -201,6 +173,7 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     nexus->next = nexus->timed = 0;
     nexus->event_used = false;
     nexus->native = NULL;
+    nexus->capture = 0;
     nexus->running = true;
 out:
     lf__unlock(nexus->mutex);
@@ -211,18 +184,19 @@ static void add_time(lf_nexus *nexus, const nexus_chunk *c)
 {
     nexus->collectives++;
     nexus->bytes += c->bytes;
-    lf__hist_add(&nexus->hist, lf__now_ns() - c->posted_ns);
+    if (!nexus->transport.stats) lf__hist_add(&nexus->hist, lf__now_ns() - c->posted_ns);
 }
 
 /* See which of the posted chunks are done by now. */
 static lf_status poll_posted(lf_nexus *nexus)
 {
+    if (nexus->transport.stats) return LF_OK; /* it takes times itself */
     while (nexus->transport.query && nexus->timed < nexus->next) {
         const nexus_chunk *c = &nexus->plan.chunks[nexus->timed];
         lf_error_clear();
         lf_status rc = nexus->transport.query(nexus->transport.user, c->ticket);
         if (rc == LF_AGAIN) break;
-        rc = check_answer(nexus, "query", rc);
+        rc = lf__nexus_answer(nexus, "query", rc);
         if (rc < 0) return fail_chunk(nexus, nexus->timed, rc);
         add_time(nexus, c);
         nexus->timed++;
@@ -230,15 +204,34 @@ static lf_status poll_posted(lf_nexus *nexus)
     return LF_OK;
 }
 
-/* Post every chunk that is complete and has no incomplete one before it. */
+/* Chunks [first, end), as one run where the transport has runs. */
+static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_stream *stream)
+{
+    const nexus_run *run = &nexus->plan.runs[nexus->plan.chunks[first].run];
+    lf_status rc = lf__nexus_call_run(nexus, 1, run->label);
+    if (rc < 0) return fail_step(nexus, rc);
+    for (int32_t i = first; i < end; i++) {
+        nexus_chunk *c = &nexus->plan.chunks[i];
+        c->posted_ns = lf__now_ns();
+        rc = lf__nexus_post(nexus, c->data, c->range.count, c->dtype, stream, &c->ticket);
+        if (rc < 0) return fail_chunk(nexus, i, rc);
+    }
+    rc = lf__nexus_call_run(nexus, 0, run->label);
+    return rc < 0 ? fail_step(nexus, rc) : rc;
+}
+
+/* Post every chunk, or run, that is complete and has no incomplete one before it. */
 static lf_status post_ready(lf_nexus *nexus, lf_stream *stream)
 {
-    for (; nexus->next < nexus->plan.n_chunks; nexus->next++) {
-        nexus_chunk *c = &nexus->plan.chunks[nexus->next];
-        if (c->n_left > 0) break;
-        c->posted_ns = lf__now_ns();
-        lf_status rc = lf__nexus_post(nexus, c->data, c->range.count, c->dtype, stream, &c->ticket);
-        if (rc < 0) return fail_chunk(nexus, nexus->next, rc);
+    while (nexus->next < nexus->plan.n_chunks) {
+        const int32_t first = nexus->next;
+        const int32_t end = nexus->transport.run ? nexus->plan.runs[nexus->plan.chunks[first].run].end : first + 1;
+        int32_t ready = first;
+        while (ready < end && nexus->plan.chunks[ready].n_left == 0) ready++;
+        if (ready < end) break;
+        lf_status rc = post_chunks(nexus, first, end, stream);
+        if (rc < 0) return rc;
+        nexus->next = end;
     }
     return poll_posted(nexus);
 }
@@ -320,11 +313,28 @@ static lf_status wait_for_all(lf_nexus *nexus, lf_stream *stream)
         nexus_chunk *c = &nexus->plan.chunks[i];
         lf_status rc = lf__nexus_wait(nexus, c->ticket, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
-        if (i >= nexus->timed) add_time(nexus, c);
+        if (i >= nexus->timed && !nexus->capture) add_time(nexus, c);
         rc = divide(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
     }
     return LF_OK;
+}
+
+/* The last marks are in: post, wait, divide. */
+static lf_status finish_step(lf_nexus *nexus, lf_stream *stream)
+{
+    lf_status rc = LF_OK;
+    LF_TRY(lf__stream_capture(stream, &nexus->capture));
+    LF_TRY(order_behind_marks(nexus, stream));
+    LF_TRY(clear_late_blocks(nexus, stream));
+    LF_TRY(post_ready(nexus, stream));
+    const int64_t began = lf__now_ns();
+    LF_TRY(lf__nexus_span_begin(nexus, stream));
+    LF_TRY(wait_for_all(nexus, stream));
+    LF_TRY(lf__nexus_span_end(nexus, stream));
+    if (!nexus->spans[0].from || !stream) nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
+out:
+    return rc;
 }
 
 lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream)
@@ -332,27 +342,69 @@ lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream)
     LF_CHECK_ARG(nexus, "nexus is NULL");
     lf_status rc = LF_OK;
     lf__lock(nexus->mutex);
-    LF_TRY(lf__fault_raise(&nexus->fault));
+    LF_TRY(check_health(nexus));
     if (!nexus->running) LF_THROW(LF_ERR_STATE, "no step was begun; hint: lf_nexus_begin");
-    rc = order_behind_marks(nexus, stream);
-    if (rc == LF_OK) rc = clear_late_blocks(nexus, stream);
-    if (rc == LF_OK) rc = post_ready(nexus, stream);
-    int64_t began = lf__now_ns();
-    if (rc == LF_OK) rc = wait_for_all(nexus, stream);
-    nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
+    rc = finish_step(nexus, stream);
     if (rc < 0) LF_TRY(fail_step(nexus, rc));
     nexus->running = false;
-    nexus->steps++;
+    if (nexus->capture) nexus->captured = true;
+    else nexus->steps++;
 out:
     lf__unlock(nexus->mutex);
     return rc;
 }
 
-lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats)
+/* ---- beside the steps ------------------------------------------------------------------------------------------------- */
+
+lf_status lf_nexus_check(lf_nexus *nexus)
 {
-    LF_CHECK_ARG(nexus && stats, "nexus or stats is NULL");
-    LF_CHECK_ARG(stats->size == sizeof *stats, "lf_nexus_stats: size is %zu, expected %zu", stats->size, sizeof *stats);
+    LF_CHECK_ARG(nexus, "nexus is NULL");
     lf__lock(nexus->mutex);
+    lf_status rc = check_health(nexus);
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_settle(lf_nexus *nexus)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(check_health(nexus));
+    rc = lf__nexus_call_settle(nexus);
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(check_health(nexus));
+    if (!nexus->captured) LF_THROW(LF_ERR_STATE, "no step was captured; hint: begin, marks and finish on a capturing stream");
+    rc = lf__nexus_call_replayed(nexus, stream);
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    nexus->steps++;
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
+        nexus->collectives++;
+        nexus->bytes += nexus->plan.chunks[i].bytes;
+    }
+    lf__nexus_span_of_replay(nexus);
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
+{
+    LF_CHECK_ARG(nexus_ && stats, "nexus or stats is NULL");
+    LF_CHECK_ARG(stats->size == sizeof *stats, "lf_nexus_stats: size is %zu, expected %zu", stats->size, sizeof *stats);
+    lf_nexus *nexus = (lf_nexus *)nexus_; /* reading the clock's events is no change that a caller sees */
+    lf__lock(nexus->mutex);
+    lf__nexus_spans_read(nexus);
     *stats = (lf_nexus_stats){.size = sizeof *stats,
                               .steps = nexus->steps,
                               .collectives = nexus->collectives,
@@ -361,7 +413,9 @@ lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats)
                               .exposed_s = nexus->exposed_s,
                               .p50_s = lf__hist_percentile(&nexus->hist, 50),
                               .p95_s = lf__hist_percentile(&nexus->hist, 95),
-                              .p99_s = lf__hist_percentile(&nexus->hist, 99)};
+                              .p99_s = lf__hist_percentile(&nexus->hist, 99),
+                              .busy_s = nexus->hist.sum_s};
+    lf_status rc = lf__nexus_call_stats(nexus, stats);
     lf__unlock(nexus->mutex);
-    return LF_OK;
+    return rc;
 }

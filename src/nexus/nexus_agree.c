@@ -8,12 +8,13 @@
 
 enum { WORDS = 8, DIGESTS = 2, COUNT = 1 + 2 * WORDS * DIGESTS };
 
-/* What shapes the schedule or the meaning of the sums, besides the map. */
+/* What shapes the schedule, the launches or the meaning of the sums, besides the map. */
 static lf_status options_digest(const lf_nexus *nexus, uint8_t digest[16])
 {
     lf__buf text = {.max = 4096};
-    lf_status rc = lf__buf_printf(&text, "nexus 1 %s %lld %s %d", nexus->opts.comm_strategy, (long long)nexus->opts.chunk_bytes,
-                                  nexus->opts.reduce, nexus->plan.n_chunks);
+    lf_status rc = lf__buf_printf(&text, "nexus 2 %s %s %lld %lld %s %d", nexus->transport.name, nexus->opts.comm_strategy,
+                                  (long long)nexus->opts.chunk_bytes, (long long)nexus->opts.run_bytes, nexus->opts.reduce,
+                                  nexus->plan.n_chunks);
     if (rc < 0) return rc;
     lf__hash128 h = lf__hash(text.data, text.used, 0);
     lf__buf_free(&text);
@@ -65,10 +66,10 @@ static lf_status judge(const lf_nexus *nexus, const int64_t sums[COUNT], const u
                        world, nexus->transport.rank, hex);
     if (!all_equal(sums, 1, world))
         return LF_FAIL(LF_ERR_PEER,
-                       "the %d ranks use different [nexus] options (rank %d: comm_strategy %s, chunk_bytes %lld, reduce %s), "
-                       "expected the same on every rank",
-                       world, nexus->transport.rank, nexus->opts.comm_strategy, (long long)nexus->opts.chunk_bytes,
-                       nexus->opts.reduce);
+                       "the %d ranks use different [nexus] options (rank %d: transport %s, comm_strategy %s, chunk_bytes %lld, "
+                       "run_bytes %lld, reduce %s), expected the same on every rank",
+                       world, nexus->transport.rank, nexus->transport.name, nexus->opts.comm_strategy,
+                       (long long)nexus->opts.chunk_bytes, (long long)nexus->opts.run_bytes, nexus->opts.reduce);
     return LF_OK;
 }
 

@@ -22,20 +22,38 @@ typedef struct nexus_chunk {
     const char *group_name;      /* the map's */
     lf_range range;
     int64_t bytes;
+    int32_t run;
     int32_t n_blocks, n_left; /* blocks that lie in it; those not yet marked in this step */
     void *data;               /* NULL without a transport */
     int64_t ticket, posted_ns;
     float factor; /* that finish multiplies the sums by */
 } nexus_chunk;
 
+/** Chunks [first, end) that become ready at about the same time: a layer's experts, or its dense parameters, or part of them. */
+typedef struct nexus_run {
+    int32_t first, end;
+    int64_t bytes;
+    char label[88];
+} nexus_run;
+
 /** The schedule: chunks in order of posting, and for block b its chunks chunk_of[first_of[b] … first_of[b + 1]). */
 typedef struct nexus_schedule {
     nexus_chunk *chunks;
     int32_t n_chunks, chunks_room;
+    nexus_run *runs;
+    int32_t n_runs;
     int32_t n_blocks;
     int32_t *first_of, *chunk_of;
     int32_t *owner; /* of a block: itself or what it is tied to; -1 for frozen ones */
 } nexus_schedule;
+
+/** Two events on the step's stream, around the waiting of one finish. */
+typedef struct nexus_span {
+    lf_event *from, *to;
+    bool open; /* recorded and not yet read */
+} nexus_span;
+
+enum { SPANS = 4 };
 
 struct lf_nexus {
     lf_map *map;
@@ -55,15 +73,41 @@ struct lf_nexus {
     int64_t steps, collectives, bytes, late_blocks;
     double exposed_s;
     lf__hist hist;
+    uint64_t capture;         /* that this step is part of; 0: it runs */
+    bool captured;            /* a whole step once was */
+    nexus_span spans[SPANS];  /* of steps that ran; none on the CPU */
+    nexus_span captured_span; /* recorded anew by every replay */
+    double last_exposed_s;
 };
 
-/** Cut the map's groups into chunks of at most `chunk_bytes` and order them. LF_ERR_STATE, LF_ERR_NOMEM. */
-lf_status lf__nexus_schedule(nexus_schedule *plan, const lf_map *map, int64_t chunk_bytes);
+/** Cut the map's groups into chunks of at most `chunk_bytes`, order them, and gather them into runs of at most `run_bytes`.
+ *  LF_ERR_STATE, LF_ERR_NOMEM. */
+lf_status lf__nexus_schedule(nexus_schedule *plan, const lf_map *map, int64_t chunk_bytes, int64_t run_bytes);
 void lf__nexus_schedule_free(nexus_schedule *plan);
 /** Compare the map and the options that shape the schedule with all ranks, by one sum. LF_ERR_PEER says which differ. */
 lf_status lf__nexus_agree(lf_nexus *nexus);
-/** Run one of the transport's functions: a positive status or a missing text is made into an error with words. */
+
+/* nexus_transport.c: calls through the table. Errors have words; a function that is left out answers LF_OK. */
+lf_status lf__nexus_take_transport(lf_nexus *nexus, const lf_transport *transport);
+/** A transport answers LF_OK or an error with words; anything else is put into that form. */
+lf_status lf__nexus_answer(const lf_nexus *nexus, const char *what, lf_status rc);
 lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
 lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream);
+lf_status lf__nexus_call_run(lf_nexus *nexus, int32_t open, const char *label);
+lf_status lf__nexus_call_check(lf_nexus *nexus);
+lf_status lf__nexus_call_settle(lf_nexus *nexus);
+lf_status lf__nexus_call_replayed(lf_nexus *nexus, lf_stream *stream);
+lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats);
+lf_status lf__nexus_announce_memory(lf_nexus *nexus);
+
+/* nexus_time.c: how long finish kept the step waiting, by the device's clock. On the CPU all of these do nothing. */
+lf_status lf__nexus_spans_open(lf_nexus *nexus);
+void lf__nexus_spans_close(lf_nexus *nexus);
+/** Around the waiting of a finish on `stream`. */
+lf_status lf__nexus_span_begin(lf_nexus *nexus, lf_stream *stream);
+lf_status lf__nexus_span_end(lf_nexus *nexus, lf_stream *stream);
+/** Add to exposed_s what is known by now; of a captured step, the newest replay whose two events can be read. */
+void lf__nexus_spans_read(lf_nexus *nexus);
+void lf__nexus_span_of_replay(lf_nexus *nexus);
 
 #endif

@@ -10,6 +10,9 @@ static const lf_option rows[] = {
     LF_ROW_I32(S, priority, "0", -16, 16, "Priority of the stream of a transport that opens one of its own."),
     LF_ROW_F64(S, timeout_s, "60", 0.001, 86400, "Seconds that one collective may take before the step fails."),
     LF_ROW_TEXT(S, reduce, "mean", "mean|sum", "Divide the summed gradients by the number of ranks, or leave the sum."),
+    LF_ROW_I64(
+        S, run_bytes, "128MiB", 4096, 0x1p40,
+        "Bytes of chunks of one layer that are launched together, where the transport can: they start when all are ready."),
 };
 #undef S
 

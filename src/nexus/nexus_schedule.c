@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The schedule: groups cut into chunks, chunks in the order in which backward finishes them, and which blocks each holds. */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "nexus_int.h"
@@ -181,7 +182,46 @@ static lf_status list_members(nexus_schedule *plan, const place *places, int32_t
     return LF_OK;
 }
 
-lf_status lf__nexus_schedule(nexus_schedule *plan, const lf_map *map, int64_t chunk_bytes)
+/* ---- runs ------------------------------------------------------------------------------------------------------------ */
+
+/* Whether chunk c goes on with the run before it. Transports launch a run as one, and every rank must launch the same ones: so
+ * runs come from the map alone, never from the order in which gradients happen to come. */
+static bool joins(const nexus_schedule *plan, int32_t c, const nexus_run *run, int64_t limit)
+{
+    const nexus_chunk *a = &plan->chunks[run->first], *b = &plan->chunks[c];
+    return a->layer == b->layer && (a->group == 0) == (b->group == 0) && run->bytes + b->bytes <= limit;
+}
+
+static void name_run(const nexus_schedule *plan, nexus_run *run)
+{
+    const nexus_chunk *c = &plan->chunks[run->first];
+    char where[32] = "the tail";
+    if (c->layer < 0) snprintf(where, sizeof where, "the embedding");
+    else if (c->layer < INT32_MAX) snprintf(where, sizeof where, "layer %d", c->layer);
+    snprintf(run->label, sizeof run->label, "%s of %s (chunks %d to %d of %d)", c->group == 0 ? "dense" : "experts", where,
+             run->first, run->end - 1, plan->n_chunks);
+}
+
+static lf_status gather_runs(nexus_schedule *plan, int64_t limit)
+{
+    if (!plan->n_chunks) return LF_OK;
+    plan->runs = lf__alloc_array((size_t)plan->n_chunks, sizeof *plan->runs);
+    if (!plan->runs) return LF_FAIL(LF_ERR_NOMEM, "a schedule of %d chunks", plan->n_chunks);
+    nexus_run *run = NULL;
+    for (int32_t c = 0; c < plan->n_chunks; c++) {
+        if (!run || !joins(plan, c, run, limit)) {
+            run = &plan->runs[plan->n_runs++];
+            run->first = c;
+        }
+        plan->chunks[c].run = plan->n_runs - 1;
+        run->bytes += plan->chunks[c].bytes;
+        run->end = c + 1;
+    }
+    for (int32_t r = 0; r < plan->n_runs; r++) name_run(plan, &plan->runs[r]);
+    return LF_OK;
+}
+
+lf_status lf__nexus_schedule(nexus_schedule *plan, const lf_map *map, int64_t chunk_bytes, int64_t run_bytes)
 {
     lf_status rc = LF_OK;
     int32_t n = 0;
@@ -195,6 +235,7 @@ lf_status lf__nexus_schedule(nexus_schedule *plan, const lf_map *map, int64_t ch
     LF_TRY(cut_groups(plan, map, places, n, chunk_bytes));
     order_chunks(plan, places, n);
     LF_TRY(list_members(plan, places, n));
+    LF_TRY(gather_runs(plan, run_bytes));
 out:
     lf__free(places);
     if (rc < 0) lf__nexus_schedule_free(plan);
@@ -204,6 +245,7 @@ out:
 void lf__nexus_schedule_free(nexus_schedule *plan)
 {
     lf__free(plan->chunks);
+    lf__free(plan->runs);
     lf__free(plan->first_of);
     lf__free(plan->chunk_of);
     lf__free(plan->owner);

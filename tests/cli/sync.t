@@ -5,17 +5,17 @@ dense           3        4              42240    41.25 KiB              16384  d
 high            1        1              16384    16.00 KiB              16384  dense
 low             1        1               8192     8.00 KiB               8192  dense
 
- order  group  class dtype           offset       elements            bytes  form
-     0  high       0 f32               4096           4096            16384  dense
-     1  low        0 f32               8192           2048             8192  dense
-     2  dense      0 f32                  0           4096            16384  dense
-     3  dense      1 f32                  0             64              256  dense
-     4  dense      0 f32              10240           3200            12800  dense
-     5  dense      0 f32              13440           3200            12800  dense
+ order   run  group  class dtype           offset       elements            bytes  form
+     0     0  high       0 f32               4096           4096            16384  dense
+     1     0  low        0 f32               8192           2048             8192  dense
+     2     1  dense      0 f32                  0           4096            16384  dense
+     3     1  dense      1 f32                  0             64              256  dense
+     4     2  dense      0 f32              10240           3200            12800  dense
+     5     2  dense      0 f32              13440           3200            12800  dense
 
-6 collectives, 66816 bytes (65.25 KiB) a step and rank, before the sum's own traffic
+6 collectives in 3 runs, 66816 bytes (65.25 KiB) a step and rank, before the sum's own traffic
 $ loongforge sync plan m.json --grad_f32 false | tail -1
-4 collectives, 33536 bytes (32.75 KiB) a step and rank, before the sum's own traffic
+4 collectives in 3 runs, 33536 bytes (32.75 KiB) a step and rank, before the sum's own traffic
 $ loongforge sync plan m.json --comm-strategy sparse 2>&1 | cut -d, -f1
 loongforge: m.json: comm_strategy is sparse
 ? 1

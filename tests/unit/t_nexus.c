@@ -196,7 +196,8 @@ static void reduce_steps(rank *r)
     for (int32_t step = 0; step < r->steps && r->status == LF_OK; step++) {
         r->status = reduce_once(r, nexus, map, step, stream);
         if (r->status == LF_OK) r->status = lf_stream_sync(stream);
-        if (r->status == LF_OK) check_sums(r, map, step, strcmp(r->opts.reduce, "mean") == 0 ? (float)r->t.world : 1);
+        if (r->status == LF_OK)
+            check_sums(r, map, step, strcmp(r->opts.reduce, "mean") == 0 && !r->t.mean ? (float)r->t.world : 1);
     }
     r->stats = (lf_nexus_stats){.size = sizeof r->stats};
     if (nexus && lf_nexus_get_stats(nexus, &r->stats) < 0) WRONG("%s", lf_error_text());
@@ -237,6 +238,10 @@ typedef struct recorder {
     const void *data[400];
     int64_t count[400];
     float seen[400]; /* the first element when it was posted */
+    int32_t run_open, n_runs, fail_run, run_first[400], settled, n_memory;
+    bool sick;
+    const void *memory[8];
+    int64_t memory_bytes[8];
 } recorder;
 
 static lf_status record_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
@@ -270,6 +275,48 @@ static lf_status record_query(void *user, int64_t ticket)
     return ticket < 1000 ? LF_ERR_INTERNAL : rec->done ? LF_OK : LF_AGAIN;
 }
 
+/* Runs are written down too: posts between open and close, and what they are called. */
+static lf_status record_run(void *user, int32_t open, const char *label)
+{
+    recorder *rec = user;
+    if (open == rec->run_open) return lf_transport_fail(LF_ERR_INTERNAL, "runs are not closed or not opened");
+    rec->run_open = open;
+    if (open) rec->run_first[rec->n_runs] = rec->n_posts;
+    else rec->n_runs++;
+    if (!strstr(label, "(chunks ")) return lf_transport_fail(LF_ERR_INTERNAL, "a run without a name");
+    return rec->n_runs == rec->fail_run ? lf_transport_fail(LF_ERR_PEER, "the launch broke") : LF_OK;
+}
+
+static lf_status record_check(void *user)
+{
+    return ((const recorder *)user)->sick ? lf_transport_fail(LF_ERR_PEER, "a peer died meanwhile") : LF_OK;
+}
+
+static lf_status record_settle(void *user, double timeout_s)
+{
+    recorder *rec = user;
+    rec->settled++;
+    return timeout_s > 0 ? LF_OK : LF_ERR_INTERNAL;
+}
+
+static lf_status record_stats(void *user, lf_nexus_stats *stats)
+{
+    (void)user;
+    stats->p50_s = 1;
+    stats->p95_s = 2;
+    stats->p99_s = 3;
+    stats->busy_s = 4;
+    return LF_OK;
+}
+
+static lf_status record_memory(void *user, void *base, int64_t bytes)
+{
+    recorder *rec = user;
+    rec->memory[rec->n_memory] = base;
+    rec->memory_bytes[rec->n_memory++] = bytes;
+    return LF_OK;
+}
+
 static void record_close(void *user) { ((recorder *)user)->closed++; }
 
 static void open_recorder(recorder *rec, lf_map *map, int64_t chunk_bytes, lf_nexus **nexus)
@@ -287,6 +334,32 @@ static void open_recorder(recorder *rec, lf_map *map, int64_t chunk_bytes, lf_ne
     lf_nexus_options opts;
     CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
     opts.chunk_bytes = chunk_bytes;
+    CHECK_OK(lf_nexus_open(nexus, map, &t, &opts));
+}
+
+/* With everything that a transport may have. */
+static void open_full_recorder(recorder *rec, lf_map *map, int64_t run_bytes, int32_t mean, lf_nexus **nexus)
+{
+    *rec = (recorder){.fail_post = -1, .fail_wait = -1, .fail_run = -1};
+    lf_transport t = {.size = sizeof t,
+                      .name = "recorder",
+                      .user = rec,
+                      .rank = 0,
+                      .world = 1,
+                      .post = record_post,
+                      .wait = record_wait,
+                      .close = record_close,
+                      .query = record_query,
+                      .run = record_run,
+                      .check = record_check,
+                      .memory = record_memory,
+                      .settle = record_settle,
+                      .stats = record_stats,
+                      .mean = mean};
+    lf_nexus_options opts;
+    CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
+    opts.chunk_bytes = 4096;
+    opts.run_bytes = run_bytes;
     CHECK_OK(lf_nexus_open(nexus, map, &t, &opts));
 }
 
@@ -361,6 +434,115 @@ TEST(nexus_touches_only_gradients)
     CHECK(memcmp(slab, expected, (size_t)lf_map_bytes(map)) == 0);
     lf_nexus_close(nexus);
     lf__free(expected);
+    lf_map_unref(map);
+}
+
+/* ---- a transport that launches runs ------------------------------------------------------------------------------------ */
+
+/* Whatever order marks come in, and whoever is late: the same posts in the same runs, which are those of the table. */
+TEST(nexus_runs_do_not_depend_on_marks)
+{
+    set_up();
+    recorder rec;
+    lf_nexus *nexus;
+    lf_map *map = make_map(1, 0);
+    open_full_recorder(&rec, map, 16384, 0, &nexus);
+    const int32_t n_chunks = lf_nexus_n_chunks(nexus), n = lf_map_n_blocks(map);
+    for (int32_t step = 0; step < 5; step++) {
+        int32_t order[100];
+        rec.n_posts = rec.n_waits = rec.n_runs = 0;
+        order_of_marks(step, step, order, n);
+        CHECK_OK(lf_nexus_begin(nexus));
+        for (int32_t i = 0; i < n; i++) {
+            lf_block_info b = block_at(map, order[i]);
+            if (b.flags & LF_PARAM_FROZEN || (step > 0 && is_late(0, step, &b))) continue;
+            CHECK_OK(lf_nexus_mark(nexus, order[i], NULL));
+        }
+        CHECK_OK(lf_nexus_finish(nexus, NULL));
+        CHECK_EQ(rec.n_posts, n_chunks);
+        int32_t runs = 0, longest = 0;
+        for (int32_t i = 0; i < n_chunks; i++) {
+            lf_chunk_info c = {.size = sizeof c};
+            CHECK_OK(lf_nexus_get_chunk(nexus, i, &c));
+            CHECK(rec.data[i] == lf_map_address(map, &c.range, LF_ROLE_GRAD) && rec.count[i] == c.range.count);
+            if (c.run == runs) CHECK_EQ(rec.run_first[runs++], i);
+            longest = runs > 1 && rec.run_first[runs - 1] - rec.run_first[runs - 2] > longest
+                          ? rec.run_first[runs - 1] - rec.run_first[runs - 2]
+                          : longest;
+        }
+        CHECK_EQ(rec.n_runs, runs);
+        CHECK(longest > 1 && runs < n_chunks);
+    }
+    lf_nexus_stats stats = {.size = sizeof stats};
+    CHECK_OK(lf_nexus_get_stats(nexus, &stats));
+    CHECK_EQ(stats.collectives, 5 * n_chunks);
+    CHECK(stats.p50_s == 1 && stats.p99_s == 3 && stats.busy_s == 4); /* the transport's own clock */
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
+TEST(nexus_asks_the_transport_between_steps)
+{
+    set_up();
+    recorder rec;
+    lf_nexus *nexus;
+    char text[200];
+    lf_map *map = make_map(1, 0);
+    open_full_recorder(&rec, map, 16384, 0, &nexus);
+    int64_t bytes = 0;
+    for (int32_t k = 0; k < rec.n_memory; k++) bytes += rec.memory_bytes[k];
+    for (int32_t i = 0; i < lf_nexus_n_chunks(nexus); i++) { /* every chunk lies in memory that the transport was told of */
+        lf_chunk_info c = {.size = sizeof c};
+        CHECK_OK(lf_nexus_get_chunk(nexus, i, &c));
+        const char *at = lf_map_address(map, &c.range, LF_ROLE_GRAD);
+        int32_t inside = 0;
+        for (int32_t k = 0; k < rec.n_memory; k++)
+            inside += at >= (const char *)rec.memory[k] && at + c.bytes <= (const char *)rec.memory[k] + rec.memory_bytes[k];
+        CHECK_EQ(inside, 1);
+        bytes -= c.bytes;
+    }
+    CHECK(rec.n_memory > 0 && bytes >= 0);
+    CHECK_OK(lf_nexus_describe(nexus, text, sizeof text));
+    CHECK_STR(text, "transport recorder, rank 0 of 1");
+    CHECK_OK(lf_nexus_settle(nexus));
+    CHECK_EQ(rec.settled, 1);
+    CHECK_OK(lf_nexus_check(nexus));
+    CHECK_STATUS(lf_nexus_replayed(nexus, NULL), LF_ERR_STATE);
+    rec.sick = true;
+    CHECK_STATUS(lf_nexus_check(nexus), LF_ERR_PEER);
+    CHECK_HAS(lf_error_text(), "a peer died meanwhile");
+    rec.sick = false;
+    CHECK_STATUS(lf_nexus_begin(nexus), LF_ERR_PEER); /* for good */
+    CHECK_STATUS(lf_nexus_settle(nexus), LF_ERR_PEER);
+    lf_nexus_close(nexus);
+    open_full_recorder(&rec, map, 16384, 0, &nexus);
+    rec.fail_run = 2;
+    CHECK_OK(lf_nexus_begin(nexus));
+    CHECK_STATUS(lf_nexus_finish(nexus, NULL), LF_ERR_PEER);
+    CHECK_HAS(lf_error_text(), "of layer 3 (chunks ");
+    CHECK_HAS(lf_error_text(), "the launch broke");
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
+/* Who divides: a transport that can, or finish; never both. */
+TEST(nexus_divides_once)
+{
+    set_up();
+    recorder rec;
+    lf_nexus *nexus;
+    lf_map *map = make_map(1, 0);
+    lf_nexus_options opts;
+    lf_transport t = {.size = sizeof t, .name = "recorder", .user = &rec, .world = 1, .post = record_post, .wait = record_wait};
+    t.mean = 1;
+    CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
+    snprintf(opts.reduce, sizeof opts.reduce, "sum");
+    CHECK_STATUS(lf_nexus_open(&nexus, map, &t, &opts), LF_ERR_INVALID);
+    CHECK_HAS(lf_error_text(), "divides by the world, but reduce is sum");
+    prepare(2, reduce_steps);
+    for (int32_t i = 0; i < 2; i++) ranks[i].t.mean = 1; /* the loopback does not, so the plain sum must come out */
+    run_ranks(2);
+    for (int32_t i = 0; i < 2; i++) CHECK_EQ(ranks[i].status, LF_OK);
     lf_map_unref(map);
 }
 

@@ -34,6 +34,7 @@ static lf_nexus *plan_only(lf_map *map, int64_t chunk_bytes)
     lf_nexus_options opts;
     CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
     opts.chunk_bytes = chunk_bytes;
+    opts.run_bytes = 3 * chunk_bytes;
     CHECK_OK(lf_nexus_open(&nexus, map, NULL, &opts));
     return nexus;
 }
@@ -137,6 +138,22 @@ static int32_t last_layer(const lf_map *map, const lf_chunk_info *c)
     return layer;
 }
 
+/* Runs are neighbours of one layer and kind, within the limit or a single chunk, and none could have been longer. */
+static void check_runs(const lf_map *map, const lf_nexus *nexus, int64_t run_bytes)
+{
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < lf_nexus_n_chunks(nexus); i++) {
+        lf_chunk_info c = chunk_at(nexus, i), before = i ? chunk_at(nexus, i - 1) : c;
+        const bool alike = i && last_layer(map, &before) == last_layer(map, &c) && (before.group == 0) == (c.group == 0);
+        const bool same = i && c.run == before.run;
+        if (i == 0) CHECK_EQ(c.run, 0);
+        else CHECK(same || c.run == before.run + 1);
+        if (same) CHECK(alike && bytes + c.bytes <= run_bytes);
+        else if (i) CHECK(!alike || bytes + c.bytes > run_bytes);
+        bytes = (same ? bytes : 0) + c.bytes;
+    }
+}
+
 TEST(schedule_covers_cuts_and_orders)
 {
     lf__rng rng;
@@ -148,6 +165,7 @@ TEST(schedule_covers_cuts_and_orders)
         lf_nexus *nexus = plan_only(map, chunk_bytes);
         check_cover(map, nexus);
         check_cuts(map, nexus, chunk_bytes);
+        check_runs(map, nexus, 3 * chunk_bytes);
         for (int32_t i = 1; i < lf_nexus_n_chunks(nexus); i++) {
             lf_chunk_info before = chunk_at(nexus, i - 1), c = chunk_at(nexus, i);
             const int32_t was = last_layer(map, &before), is = last_layer(map, &c);

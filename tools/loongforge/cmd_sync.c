@@ -158,8 +158,9 @@ static int print_chunks(const lf_map *map, const lf_nexus *nexus)
 {
     total t = {0};
     char text[24];
-    printf("\n%6s  %-6s %5s %-5s %16s %14s %16s  %s\n", "order", "group", "class", "dtype", "offset", "elements", "bytes",
-           "form");
+    printf("\n%6s %5s  %-6s %5s %-5s %16s %14s %16s  %s\n", "order", "run", "group", "class", "dtype", "offset", "elements",
+           "bytes", "form");
+    int32_t runs = 0;
     for (int32_t i = 0; i < lf_nexus_n_chunks(nexus); i++) {
         const char *group;
         const lf_range *ranges;
@@ -167,13 +168,14 @@ static int print_chunks(const lf_map *map, const lf_nexus *nexus)
         lf_chunk_info c = {.size = sizeof c};
         if (lf_nexus_get_chunk(nexus, i, &c) < 0 || lf_map_get_group(map, c.group, &group, &ranges, &n_ranges) < 0)
             return cmd_fail_lf(NULL);
-        printf("%6d  %-6s %5d %-5s %16lld %14lld %16lld  %s\n", i, group, c.range.klass, lf_dtype_name(c.dtype),
+        runs = c.run + 1;
+        printf("%6d %5d  %-6s %5d %-5s %16lld %14lld %16lld  %s\n", i, c.run, group, c.range.klass, lf_dtype_name(c.dtype),
                (long long)c.range.offset, (long long)c.range.count, (long long)c.bytes, c.form);
         t.n_chunks++;
         t.bytes += c.bytes;
     }
-    printf("\n%d collectives, %lld bytes (%s) a step and rank, before the sum's own traffic\n", t.n_chunks, (long long)t.bytes,
-           cmd_bytes(text, sizeof text, t.bytes));
+    printf("\n%d collectives in %d runs, %lld bytes (%s) a step and rank, before the sum's own traffic\n", t.n_chunks, runs,
+           (long long)t.bytes, cmd_bytes(text, sizeof text, t.bytes));
     return CMD_OK;
 }
 
