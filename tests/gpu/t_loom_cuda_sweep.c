@@ -302,7 +302,8 @@ static void find_driver(void)
     CHECK(driver.begin && driver.end && driver.instantiate && driver.launch && driver.free_exec && driver.free_graph);
 }
 
-/* A step in small: router, routing with noise of a step in device memory, rows out and back, their backwards, clipping, AdamW. */
+/* A step in small: router, routing with noise of a step in device memory, rows out and back, a norm, a loss,
+ * their backwards, clipping, AdamW. */
 typedef struct step {
     int64_t n, d;
     int32_t e, k;
@@ -311,8 +312,10 @@ typedef struct step {
     float *router, *logits, *prob_sum, *dweight, *dlogits, *drouter;
     void *workspace;
     lf_routing r;
-    uint16_t *x, *xs, *y, *dxs, *dx;
-    float *clip_norm;
+    uint16_t *x, *xs, *y, *dxs, *dx, *sum, *normed;
+    float *norm_weight, *rstd, *norm_dweight, *scores, *row_loss, *clip_norm;
+    void *norm_workspace;
+    double *loss;
     lf_map *map;
     lf_range ranges[8];
     int32_t n_ranges;
@@ -331,7 +334,10 @@ static void make_step(step *s)
     s->workspace = device((size_t)lf_loom_router_workspace(s->n, s->e, s->d), 1);
     s->x = device(n * row, 0), s->y = device(n * row, 1), s->dx = device(n * row, 1);
     s->xs = device(2 * n * row, 1), s->dxs = device(2 * n * row, 1);
-    s->clip_norm = device(4, 1);
+    s->sum = device(n * row, 1), s->normed = device(n * row, 1), s->rstd = device(n * 4, 1);
+    s->norm_weight = device((size_t)s->d * 4, 0x3f), s->norm_dweight = device((size_t)s->d * 4, 1);
+    s->norm_workspace = device((size_t)lf_loom_add_norm_workspace(s->n, s->d), 1);
+    s->scores = device(ne, 1), s->row_loss = device(n * 4, 1), s->loss = device(8, 1), s->clip_norm = device(4, 1);
     s->r = (lf_routing){.size = sizeof s->r,
                         .expert = device(slots, 1),
                         .weight = device(slots, 1),
@@ -387,7 +393,12 @@ static lf_status queue_step(const step *s, lf_stream *on)
     LF_TRY(lf_loom_sort(gpu, on, s->r.expert, s->n, s->e, s->k, &s->r)); /* the same again */
     LF_TRY(lf_loom_permute(gpu, on, &s->r, s->x, s->n, s->e, s->k, s->d, dtype, s->xs));
     LF_TRY(lf_loom_combine(gpu, on, &s->r, s->xs, s->n, s->e, s->k, s->d, dtype, s->y));
-    LF_TRY(lf_loom_combine_backward(gpu, on, &s->r, s->xs, s->y, s->n, s->e, s->k, s->d, dtype, s->dxs, s->dweight));
+    LF_TRY(lf_loom_add_norm(gpu, on, s->x, s->y, s->norm_weight, 1e-6f, s->n, s->d, dtype, s->sum, s->normed, s->rstd));
+    LF_TRY(lf_loom_add_norm_backward(gpu, on, s->sum, s->norm_weight, s->rstd, s->y, s->normed, s->n, s->d, dtype, s->normed,
+                                     s->norm_dweight, 0, s->norm_workspace));
+    LF_TRY(lf_copy(gpu, s->scores, s->logits, (size_t)(s->n * s->e) * 4, on));
+    LF_TRY(lf_loom_cross_entropy(gpu, on, s->scores, s->token, s->n, s->e, s->e, LF_DTYPE_F32, s->row_loss, s->loss, 0, 1));
+    LF_TRY(lf_loom_combine_backward(gpu, on, &s->r, s->xs, s->normed, s->n, s->e, s->k, s->d, dtype, s->dxs, s->dweight));
     LF_TRY(lf_loom_route_backward(gpu, on, &s->r, NULL, s->dweight, s->prob_sum, s->n, s->e, s->k, s->schedule, s->dlogits));
     LF_TRY(lf_loom_permute_backward(gpu, on, &s->r, s->dxs, s->n, s->e, s->k, s->d, dtype, s->dlogits, s->router, s->dx));
     LF_TRY(lf_loom_router_backward(gpu, on, s->dlogits, s->x, s->n, s->e, s->d, dtype, s->drouter, 0, s->workspace));
@@ -408,6 +419,10 @@ static void check_same_step(const step *a, const step *b)
     check_bytes("prob_sum", a->prob_sum, down(b->prob_sum, 64), 64);
     check_bytes("drouter", a->drouter, down(b->drouter, (size_t)a->d * 64), (size_t)a->d * 64);
     check_bytes("norm", a->norm, down(b->norm, 8), 8);
+    check_bytes("normed", a->normed, down(b->normed, row), row);
+    check_bytes("norm_dweight", a->norm_dweight, down(b->norm_dweight, (size_t)a->d * 4), (size_t)a->d * 4);
+    check_bytes("scores", a->scores, down(b->scores, (size_t)a->n * 64), (size_t)a->n * 64);
+    check_bytes("loss", a->loss, down(b->loss, 8), 8);
     check_bytes("clip_norm", a->clip_norm, down(b->clip_norm, 4), 4);
     check_bytes("map", slab_of(a->map), down(slab_of(b->map), (size_t)lf_map_bytes(b->map)), (size_t)lf_map_bytes(a->map));
 }

@@ -144,4 +144,8 @@ const lf__loom_kernels lf__loom_cuda = {
     .sumsq = lf__loom_cuda_sumsq,
     .add = lf__loom_cuda_add,
     .clip = lf__loom_cuda_clip,
+    .add_norm = lf__loom_cuda_add_norm,
+    .combine_add_norm = lf__loom_cuda_combine_add_norm,
+    .add_norm_backward = lf__loom_cuda_add_norm_backward,
+    .cross_entropy = lf__loom_cuda_cross_entropy,
 };

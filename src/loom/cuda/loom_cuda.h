@@ -36,6 +36,12 @@ lf_status lf__loom_cuda_adamw(const lf__loom_call *call, const lf__loom_args *ar
 lf_status lf__loom_cuda_sumsq(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_add(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_clip(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cuda_norm.cu */
+lf_status lf__loom_cuda_add_norm(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cuda_combine_add_norm(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cuda_add_norm_backward(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cuda_loss.cu */
+lf_status lf__loom_cuda_cross_entropy(const lf__loom_call *call, const lf__loom_args *args);
 
 #ifdef __cplusplus
 }

@@ -77,6 +77,16 @@ template <typename T, int N> __device__ __forceinline__ pack<T, N> load_pack(con
     return p;
 }
 
+/* The same where the thread itself may write the pack later. */
+template <typename T, int N> __device__ __forceinline__ pack<T, N> load_own(const T *base, int64_t i)
+{
+    pack<T, N> p;
+    const pack<T, N> *from = reinterpret_cast<const pack<T, N> *>(base) + i;
+    if constexpr (sizeof p == 16) *reinterpret_cast<uint4 *>(&p) = *reinterpret_cast<const uint4 *>(from);
+    else p = *from;
+    return p;
+}
+
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *base, int64_t i, const pack<T, N> &p)
 {
     pack<T, N> *to = reinterpret_cast<pack<T, N> *>(base) + i;
