@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepGraph: the steps of a plain loop; captured on a GPU, elsewhere eager with a reason. And the parts of AdamW it is made of."""
+"""StepGraph: the steps of a plain loop; captured on a GPU, elsewhere eager with a reason. And the parts of AdamW behind it."""
 
 import math
 
