@@ -504,13 +504,16 @@ static lf_status fail(void *user)
 
 TEST(a_stream_that_failed_loses_steps_and_goes_on)
 {
+    gate g = {lf__mutex_open(), false}; /* nothing is found out before the sync */
     start(0);
     quick_steps(2);
     CHECK_OK(lf_clock_step_begin(timed)); /* 2: begun before the failure, not ended */
+    CHECK_OK(lf_stream_run(line, pass_gate, &g));
     CHECK_OK(lf_stream_run(line, fail, NULL));
     CHECK(lf_clock_step_end(timed, 1, NULL) >= 0);
     quick_steps(2); /* 3 and 4: nothing of them */
     CHECK_OK(lf_clock_step_begin(timed));
+    open_gate(&g);
     CHECK_STATUS(lf_stream_sync(line), LF_ERR_IO);
     lf_status rc = lf_clock_step_end(timed, 1, NULL); /* 5: only its end, which must not fill another's page */
     CHECK_STATUS(rc, LF_ERR_STATE);
@@ -523,6 +526,7 @@ TEST(a_stream_that_failed_loses_steps_and_goes_on)
     lf_clock_summary s = all_steps();
     CHECK_EQ(s.steps, 5);
     CHECK_EQ(s.lost, 4);
+    lf__mutex_close(g.mutex);
     stop();
 }
 
