@@ -174,10 +174,11 @@ __global__ void __launch_bounds__(THREADS, GRADIENT ? 2 : 4) loom_cross_entropy(
         p.unpack(x);
 #pragma unroll
         for (int j = 0; j < N; j++) x[j] = __expf(x[j] - all.largest) * inverse;
-        if (i == target / N)
+        if (i == target / N) {
 #pragma unroll
             for (int j = 0; j < N; j++)
                 if (j == target % N) x[j] -= 1;
+        }
         p.set(x);
         store_pack<T, N>(row, i, p);
     }

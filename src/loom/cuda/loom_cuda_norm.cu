@@ -81,7 +81,7 @@ __device__ __forceinline__ void add_rows(float (&s)[N], const pack<T, N> (&q)[FR
 {
     float y[N] = {};
     if constexpr (K == PLAIN_Y) q[0].unpack(y);
-    if constexpr (K > 0)
+    if constexpr (K > 0) { /* braces: without, nvcc drops the next loop too where this one is not compiled */
 #pragma unroll
         for (int c = 0; c < K; c++) {
             if (from.place[c] < 0) continue;
@@ -90,6 +90,7 @@ __device__ __forceinline__ void add_rows(float (&s)[N], const pack<T, N> (&q)[FR
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = plus(y[j], times(from.gate[c], x[j]));
         }
+    }
 #pragma unroll
     for (int j = 0; j < N; j++) s[j] = plus(s[j], y[j]);
 }
@@ -106,15 +107,17 @@ __global__ void __launch_bounds__(threads_for<LANES>) loom_add_norm(const __grid
     const auto load = [&](int u, int i) {
         p[u] = load_pack<T, N>((const T *)a.x + t * a.d, i);
         if constexpr (K == PLAIN_Y) q[u][0] = load_pack<T, N>((const T *)a.y + t * a.d, i);
-        if constexpr (K > 0)
+        if constexpr (K > 0) {
 #pragma unroll
             for (int c = 0; c < K; c++)
                 if (from.place[c] >= 0) q[u][c] = load_pack<T, N>((const T *)a.y + from.place[c] * a.d, i);
+        }
     };
-    if constexpr (K <= 2) /* all loads at once; with more choices there are enough in one unit */
+    if constexpr (K <= 2) { /* all loads at once; with more choices there are enough in one unit */
 #pragma unroll
         for (int u = 0; u < UNITS; u++)
             if (lane + LANES * u < units) load(u, lane + LANES * u);
+    }
     float squares = 0;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -284,9 +287,10 @@ __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t first = (int64_t)blockIdx.x * COLUMNS, i = first + lane % COLUMNS;
     float sum = 0;
-    if (i < d)
+    if (i < d) {
 #pragma unroll 8
         for (int32_t p = threadIdx.x / COLUMNS; p < parts; p += 2 * COLUMN_WARPS) sum += partial[p * d + i];
+    }
     sum += __shfl_xor_sync(~0u, sum, COLUMNS);
     if (lane < COLUMNS) sums[warp][lane] = sum;
     __syncthreads();
