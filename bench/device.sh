@@ -31,7 +31,7 @@ for test in "$tests"/t_*cuda*; do check "$(basename "$test")" "$test"; done
 say checkers
 if command -v compute-sanitizer >/dev/null && ! compute-sanitizer "$tests/t_device_cuda" 2>&1 | grep -q "not supported"; then
     for tool in memcheck racecheck synccheck; do
-        for test in t_loom_cuda t_loom_cuda_rows t_loom_cuda_sweep; do
+        for test in t_loom_cuda t_loom_cuda_rows t_loom_cuda_dense t_loom_cuda_sweep; do
             check "$tool-$test" compute-sanitizer --tool "$tool" --error-exitcode 3 "$tests/$test"
         done
     done

@@ -6,7 +6,8 @@
  * read and written, for small work microseconds; ratio is the part of the copy's rate. The peer is the faster of cudaMemcpyAsync and a
  * kernel of 16-byte loads and stores.
  *
- *   nvcc -O3 -std=c++17 -Iinclude -o build/loom_kernels bench/loom_kernels.cu -Lbuild/cuda -lloongforge
+ *   nvcc -O3 -std=c++17 -DLF_COMMIT=$(git rev-parse --short HEAD) -Iinclude -o build/loom_kernels bench/loom_kernels.cu \
+ *        -Lbuild/cuda -lloongforge
  *   LD_LIBRARY_PATH=build/cuda build/loom_kernels [rounds] [part of a name] */
 #include <cuda_runtime.h>
 
@@ -20,6 +21,11 @@
 
 #include "loongforge/loongforge.h"
 
+#ifndef LF_COMMIT
+#define LF_COMMIT unknown
+#endif
+#define LF_TEXT_(x) #x
+#define LF_TEXT(x) LF_TEXT_(x)
 #define CUDA(call)                                                                                 \
     do {                                                                                           \
         cudaError_t e_ = (call);                                                                   \
@@ -153,9 +159,9 @@ static void measure(const Bench &b, const char *name, double bytes, const std::f
     const bool small = bytes < 3e7;
     printf(
         "{\"name\": \"loom.%s\", \"value\": %.4g, \"unit\": \"%s\", \"peer\": \"device copy\", \"peer_value\": %.4g, \"ratio\": %.3f, "
-        "\"us\": %.1f, \"machine\": \"%s\", \"command\": \"%s\"}\n",
+        "\"us\": %.1f, \"machine\": \"%s\", \"commit\": \"%s\", \"command\": \"%s\"}\n",
         name, small ? s * 1e6 : bytes / s * 1e-12, small ? "us" : "TB/s", small ? s_peer * 1e6 : bytes / s_peer * 1e-12,
-        s_peer / s, s * 1e6, b.machine.c_str(), b.command.c_str());
+        s_peer / s, s * 1e6, b.machine.c_str(), LF_TEXT(LF_COMMIT), b.command.c_str());
     fflush(stdout);
 }
 
