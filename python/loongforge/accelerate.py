@@ -7,6 +7,7 @@ import warnings
 
 from torch import nn
 
+from . import blocks
 from .loom import unweave, weave
 from .mapping import ParameterMap, map_of
 from .models.gr00t_n16 import Gr00tN16
@@ -19,18 +20,33 @@ def accelerate(model: nn.Module, *, dtype=None, options: dict | None = None, poo
     Order: device and dtype, then ties and freezing, then accelerate, then an optimizer (`loongforge.AdamW(map)`), NexusSync and
     CheckpointVault. The model's names and shapes stay, its results too unless dtype asks for other weights (torch.bfloat16: f32
     masters, and state dicts in the original dtype). options: of section [map].
+
+    Mixtures of experts are found by their structure: Gr00tN16's, hand-written ones of SwiGLU experts and a linear router, those
+    of Hugging Face transformers. `map.woven` says which were taken, and which were left and why; one warning names the latter.
     """
     held = map_of(model)
-    if held is None:
-        held = ParameterMap(model, options, dtype=dtype, pool_bytes=pool_bytes)
-    elif dtype or options or pool_bytes:
+    if held is not None and (dtype or options or pool_bytes):
         raise RuntimeError("the model is on a map already, so options come too late; hint: undo(model) first")
+    report = blocks.weave(model)
+    try:
+        held = held or ParameterMap(model, options, dtype=dtype, pool_bytes=pool_bytes)
+    except Exception:
+        blocks.unweave(model)
+        raise
     if type(model) is Gr00tN16 and held.torch_device.type == "cuda":
         try:
             weave_gr00t(model, held)
         except NotImplementedError as why:
             warnings.warn(f"layers run unfused, with a look at the token counts in each: {why}", RuntimeWarning, stacklevel=2)
+    if held.torch_device.type == "cuda" and (reasons := blocks.plan_products(model, held)):
+        warnings.warn(f"experts run one by one, with a look at the token counts in each layer: {reasons[0]}", stacklevel=2)
     weave(model)
+    held.woven = report
+    if held.woven.left:
+        warnings.warn(
+            "mixtures of experts that accelerate left as they are:\n  " + "\n  ".join(held.woven._replace(taken=[]).lines()),
+            stacklevel=2,
+        )
     return held
 
 
@@ -38,6 +54,7 @@ def undo(model: nn.Module) -> None:
     """Take a model off its map: parameters own their memory, forwards and state dicts are stock again."""
     unweave_gr00t(model)
     unweave(model)
+    blocks.unweave(model)
     held = map_of(model)
     if held is not None:
         held.release()

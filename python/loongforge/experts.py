@@ -13,24 +13,25 @@ class ExpertSet:
     """SwiGLU experts of unequal hidden sizes.
 
     held: the map that has their parameters. weights: an expert a row, (gate, up, down) of shapes (f, d), (f, d), (d, f), or
-    (gate_up, down) with gate's rows over up's. All are trained or none is.
+    (gate_up, down) with gate's rows over up's. fused, instead: all experts in two parameters, (gate_up, down) of shapes
+    (e, 2 f, d), (e, d, f). All are trained or none is.
     Raises NotImplementedError where the map or the device cannot serve them: the message says why.
     """
 
-    def __init__(self, held, weights):
-        self.held, self.weights = held, [tuple(row) for row in weights]
+    def __init__(self, held, weights=(), *, fused=None):
+        self.held, self.weights, self.fused = held, [tuple(row) for row in weights], fused
         self._open()
 
     def _open(self) -> None:
         held = self.held
-        rows = [[held.block_of(p) for p in row] for row in self.weights]
+        rows = [[held.block_of(p) for p in row] for row in ([self.fused] if self.fused else self.weights)]
         self.blocks = [b for row in rows for b in row]
         first = self.blocks[0]
         if any(b is None for b in self.blocks):
             raise NotImplementedError("an expert's weight is not on the map")
         if len({b.param.dtype for b in self.blocks}) != 1 or first.param.dtype not in (torch.bfloat16, torch.float32):
             raise NotImplementedError("the experts' weights are not all bfloat16, or all float32")
-        self.dtype, self.d = first.param.dtype, rows[0][-1].param.shape[0]
+        self.dtype, self.d = first.param.dtype, rows[0][-1].param.shape[-2]
         self.trained = first.grad is not None
         if any((b.grad is not None) != self.trained for b in self.blocks):
             raise NotImplementedError("some of the experts' weights are frozen and some are not")
@@ -38,12 +39,11 @@ class ExpertSet:
         for row in rows:
             if len(row) == 3 and not all(_adjoin(getattr(row[0], plane), getattr(row[1], plane)) for plane in planes):
                 raise NotImplementedError(f"{row[0].name} and {row[1].name} do not lie side by side in the map")
-        hidden = [row[-1].param.shape[1] for row in rows]
-        self.widest = max(hidden)
-        places = []
-        for plane in planes:
-            places += [[getattr(row[0], plane).data_ptr() for row in rows], [getattr(row[-1], plane).data_ptr() for row in rows]]
+        hidden = [row[-1].param.shape[-1] for row in rows]
+        places = [_addresses(rows, plane, part) for plane in planes for part in (0, -1)]
         places += [None] * (4 - len(places))
+        hidden *= len(places[0]) // len(hidden)
+        self.widest = max(hidden)
         try:
             self.handle = _C.loom_experts_open(
                 held.device,
@@ -87,6 +87,12 @@ class ExpertSet:
         if self.trained:
             self.held.end_write(self.blocks, added)
         return dxs
+
+
+def _addresses(rows, plane: str, part: int) -> list[int]:
+    """Of the experts' gate_up (part 0) or down (-1) in a plane; of each slice where a block holds all experts."""
+    tensors = [getattr(row[part], plane) for row in rows]
+    return [t.data_ptr() for block in tensors for t in (block.unbind(0) if block.dim() == 3 else [block])]
 
 
 def _adjoin(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -28,16 +28,26 @@ def at(tensor: torch.Tensor) -> tuple:
 class Routing:
     """Where each token goes: the arrays of lf_routing, of n tokens, e experts, k choices."""
 
-    def __init__(self, n: int, e: int, k: int, device):
+    def __init__(self, n: int, e: int, k: int, device, *, prob: bool = True, expert=None, weight=None):
+        """prob: whether there is room for probabilities. expert (n, k) i32, weight (n, k) f32: instead of memory of its own."""
         i32 = dict(dtype=torch.int32, device=device)
         f32 = dict(dtype=torch.float32, device=device)
         self.n, self.e, self.k = n, e, k
-        self.expert, self.weight = torch.empty(n, k, **i32), torch.empty(n, k, **f32)
-        self.prob = torch.empty(n, e, **f32)
+        self.expert = torch.empty(n, k, **i32) if expert is None else expert
+        self.weight = torch.empty(n, k, **f32) if weight is None else weight
+        self.prob = torch.empty(n, e, **f32) if prob else None
         self.count, self.offset = torch.empty(e, **i32), torch.empty(e + 1, **i32)
         self.row, self.slot = torch.empty(n * k, **i32), torch.empty(n * k, **i32)
         arrays = (self.expert, self.weight, self.prob, self.count, self.offset, self.row, self.slot)
-        self.addresses = tuple(t.data_ptr() for t in arrays)
+        self.addresses = tuple(t.data_ptr() if t is not None else 0 for t in arrays)
+
+    @classmethod
+    def of(cls, expert: torch.Tensor, weight: torch.Tensor, e: int) -> Routing:
+        """Of choices that were made elsewhere. expert: (n, k), an id outside 0 to e - 1 goes nowhere; weight: (n, k) f32."""
+        expert = expert.to(torch.int32).contiguous()
+        r = cls(expert.shape[0], e, expert.shape[1], expert.device, prob=False, expert=expert, weight=weight.detach())
+        _C.loom_sort(*at(expert), r.expert.data_ptr(), r.n, e, r.k, r.addresses)
+        return r
 
 
 @lru_cache(maxsize=16)

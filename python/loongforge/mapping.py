@@ -12,7 +12,6 @@ The rules (docs/internals/python.md has them with reasons):
 
 from __future__ import annotations
 
-import re
 import weakref
 from contextlib import contextmanager
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
+from .places import is_kept_in_f32, locate
 from .streams import DTYPES, device_of, stream_of
 from .tree import TreeWatch
 
@@ -29,8 +29,6 @@ WEIGHT, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = range(5)
 ROLE_NAMES = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
 KEPT = (torch.float32, torch.bfloat16, torch.float16)
 FROZEN, NO_DECAY = 1, 2
-TAIL = 2**31 - 1  # after the last layer
-EMBED = -1  # before the first layer
 
 _maps: weakref.WeakSet[ParameterMap] = weakref.WeakSet()
 
@@ -49,39 +47,7 @@ def map_of(model: nn.Module) -> ParameterMap | None:
     return next((m for m in list(_maps) if m.model is model), None)
 
 
-# ---- where a parameter belongs -------------------------------------------------------------------------------------------
-
-
-def _layer_list(model: nn.Module) -> str:
-    """Path of the ModuleList that is the stack of layers: the one whose entries hold the most parameters, experts aside."""
-    best, best_size = "", -1
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and not name.endswith("experts"):
-            size = sum(p.numel() for p in module.parameters())
-            if size > best_size and "experts" not in name.split("."):
-                best, best_size = name, size
-    return best
-
-
-def locate(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Parameter name -> (layer, expert): layer EMBED before the stack of layers, TAIL behind it; expert -1 when dense."""
-    stack = _layer_list(model)
-    inside = re.compile(rf"^{re.escape(stack)}\.(\d+)\.") if stack else None
-    places, seen_stack = {}, False
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        layer = inside.match(name) if inside else None
-        seen_stack |= layer is not None
-        expert = re.search(r"(?:^|\.)experts\.(\d+)\.", name)
-        places[name] = (int(layer[1]) if layer else TAIL if seen_stack else EMBED, int(expert[1]) if expert else -1)
-    return places
-
-
 # ---- hooks that live inside the module and must not travel with a copy of it -------------------------------------------
-
-
-def is_kept_in_f32(name: str, param) -> bool:
-    """Norms, biases and routers: small, and precision there is worth more than bytes."""
-    return param.dim() < 2 or "router" in name.split(".") or (name.endswith("gate.weight") and "experts" not in name)
 
 
 class _NoHook:
@@ -179,6 +145,7 @@ class ParameterMap:
         self._task = -1  # autograd's pass that the queued callback belongs to
         self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
+        self.woven = None  # blocks.Report: mixtures of experts that accelerate took, and those that it left
         self.handle, self.blocks = self._build()
         self._by_param = {id(b.param): b for b in self.blocks}
         self._watch = TreeWatch(self.model, self.blocks)
@@ -192,12 +159,12 @@ class ParameterMap:
     def _describe(self):
         """C map of the model as it is now, planned, and its blocks."""
         handle, blocks, owners = _C.map_open(self.options), [], {}
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            dtype = self._dtype[name]
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, (layer, expert) in self._places.items():
+            param, dtype = named[name], self._dtype[name]
             if dtype not in KEPT:
                 raise TypeError(f"{name} has dtype {dtype}, expected float32, bfloat16 or float16")
             owner = owners.get(id(param))
-            layer, expert = self._places[name]
             flags = (0 if param.requires_grad else FROZEN) | (NO_DECAY if param.dim() < 2 else 0)
             index = _C.map_add(
                 handle, name, tuple(param.shape), DTYPES[dtype], layer, expert, owner.index if owner else -1, flags
@@ -210,7 +177,8 @@ class ParameterMap:
         for pool, size in self.pool_bytes.items():
             _C.map_set_pool_bytes(handle, pool, int(size))
         _C.map_plan(handle)
-        return handle, blocks
+        order = {name: i for i, name in enumerate(named)}  # optimizers number parameters as the model does
+        return handle, sorted(blocks, key=lambda b: order[b.name])
 
     def _build(self):
         self._places = locate(self.model)
@@ -581,10 +549,11 @@ class ParameterMap:
         return _C.map_bytes(self.handle)
 
     def describe(self) -> str:
-        """A few lines: classes, pools and groups with their sizes."""
+        """A few lines: the map's size and groups, and which mixtures of experts run through ExpertLoom."""
         lines = [f"map of {len(self.blocks)} parameters, {self.bytes / 2**20:.1f} MiB on {self.torch_device}"]
         for name, ranges in _C.map_groups(self.handle).items():
             lines.append(f"  group {name:6} {sum(r[2] for r in ranges):>12,} elements in {len(ranges)} ranges")
+        lines += [f"  {line}" for line in self.woven.lines()] if self.woven else []
         return "\n".join(lines)
 
 
