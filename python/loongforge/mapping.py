@@ -145,6 +145,7 @@ class ParameterMap:
         self._task = -1  # autograd's pass that the queued callback belongs to
         self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
+        self.adopted = None  # adopt.Adopted: the stock optimizer behind it, if accelerate took one over
         self.woven = None  # blocks.Report: mixtures of experts that accelerate took, and those that it left
         self.handle, self.blocks = self._build()
         self._by_param = {id(b.param): b for b in self.blocks}

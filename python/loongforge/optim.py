@@ -25,8 +25,9 @@ class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW`'s mathematics, state names and `param_groups`; state lives on the map.
 
     params: a ParameterMap, or parameters / groups all of which lie on `map`. Groups are live: a learning-rate scheduler works
-    as with torch. A parameter without a gradient is left alone, as torch leaves one with `.grad` None. Biases and norms
-    (fewer than two dimensions) are decayed like the rest, as torch does; put them in a group of their own to spare them.
+    as with torch. A parameter without a gradient is left alone, as torch leaves one with `.grad` None, and so is a frozen one.
+    Biases and norms (fewer than two dimensions) are decayed like the rest, as torch does; put them in a group of their own to
+    spare them.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, *, map: ParameterMap | None = None):
@@ -67,8 +68,11 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 block = self.map.block_of(p)
-                if block is None or block.grad is None:
-                    raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trainable on the map")
+                if block is None:
+                    raise ValueError(f"a parameter of shape {tuple(p.shape)} is not on the map")
+                if block.grad is None:  # frozen: the map has no moments for it
+                    self.state.pop(p, None)
+                    continue
                 state = self.state[p]
                 step = float(state.get("step", 0.0))
                 state["step"] = shared.setdefault((id(group), step), torch.tensor(step))
@@ -89,6 +93,8 @@ class AdamW(torch.optim.Optimizer):
         self._bind_state()
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         for number, block in zip(numbers, self._blocks()):
+            if block.grad is None:
+                continue
             given, own = state_dict["state"].get(number, {}), self.state[block.param]
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in given:
@@ -150,11 +156,15 @@ class AdamW(torch.optim.Optimizer):
     def plan(self) -> list[Sweep]:
         """What the gradients that are present ask for."""
         ready = {id(b.param): b for b in self.map.gradients_present()}
+        if any(p not in self.state and id(p) in ready for group in self.param_groups for p in group["params"]):
+            self._bind_state()  # a group was added to the list itself
         return [sweep for group in self.param_groups for sweep in self._plan_group(group, ready)]
 
     def _plan_group(self, group, ready) -> list[Sweep]:
         counted: dict = {}  # identity of a step count -> everyone who shares it, and who of them takes part
         for p in group["params"]:
+            if p not in self.state:  # frozen
+                continue
             step = self.state[p]["step"]
             sharing, present = counted.setdefault(id(step), (step, [], []))[1:]
             sharing.append(p)
