@@ -17,8 +17,8 @@ def check(stock, model, held: ParameterMap | None) -> None:
         raise RuntimeError("the map holds weights and gradients only; hint: accelerate the model before NexusSync or the vault")
     if type(stock) is not torch.optim.AdamW:
         raise TypeError(
-            f"optimizer is a {type(stock).__name__}, expected a torch.optim.AdamW; hint: leave it out and step it beside the map, or "
-            "make loongforge.AdamW(map, …)"
+            f"optimizer is a {type(stock).__name__}, expected a torch.optim.AdamW; hint: leave it out and step it beside the map "
+            "or make loongforge.AdamW(map, …)"
         )
     for group in stock.param_groups:
         for option in ("amsgrad", "maximize", "differentiable"):
