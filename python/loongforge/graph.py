@@ -9,11 +9,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from . import _C
 from .optim import AdamW
+from .streams import stream_of
 
 
 class _Captured(NamedTuple):
@@ -32,7 +35,8 @@ class StepGraph:
     be a tensor of the batch or in memory of the device.
     batch: tensors, or values that are the same whenever the shapes are. Each new set of shapes makes `warmup` eager steps, all
     of them real steps, and one capture; at most `max_shapes` are captured, further ones stay eager.
-    clip: largest norm of the gradient, 0 for none.
+    clip: largest norm of the gradient, 0 for none. clock: a step clock (`_C.clock_open`) that is told what is computing and what
+    is the optimizer.
 
     What a captured step returns is overwritten by the next one. Off CUDA, with `enabled=False`, and when a capture fails the
     step is eager: `reason` says why, and one warning does.
@@ -47,9 +51,10 @@ class StepGraph:
         warmup: int = 3,
         max_shapes: int = 8,
         enabled: bool = True,
+        clock=None,
     ):
         self.forward_backward, self.optimizer, self.clip = forward_backward, optimizer, clip
-        self.warmup, self.max_shapes = warmup, max_shapes
+        self.warmup, self.max_shapes, self.clock = warmup, max_shapes, clock
         self.device = optimizer.map.torch_device
         self.reason = None
         if not enabled:
@@ -91,14 +96,21 @@ class StepGraph:
 
     def _eager(self, batch):
         self.optimizer.zero_grad()
-        out = self.forward_backward(*batch)
-        self.norm = self._clip()
-        self.optimizer.step()
+        with self._marked("compute"):
+            out = self.forward_backward(*batch)
+            with self._marked("optimizer"):
+                self.norm = self.optimizer.clip_grad_norm_(self.clip)
+                self.optimizer.step()
         self.optimizer.zero_grad()
         return out
 
-    def _clip(self):
-        return self.optimizer.clip_grad_norm_(self.clip)
+    @contextmanager
+    def _marked(self, part: str):
+        if self.clock is not None:
+            _C.clock_mark_begin(self.clock, part, stream_of(self.device))
+        yield
+        if self.clock is not None:  # not after an exception: the step is over then
+            _C.clock_mark_end(self.clock, part, stream_of(self.device))
 
     def _aside(self, batch):
         """An eager step on the stream that captures: what is initialised on first use is initialised there."""
@@ -127,10 +139,12 @@ class StepGraph:
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                out = self.forward_backward(*slots)
-                norm = self._clip()
-                sweeps = optimizer.plan()
-                optimizer.apply(sweeps)
+                with self._marked("compute"):
+                    out = self.forward_backward(*slots)
+                    with self._marked("optimizer"):
+                        norm = optimizer.clip_grad_norm_(self.clip)
+                        sweeps = optimizer.plan()
+                        optimizer.apply(sweeps)
         except Exception as error:
             self._give_up(error)
             return None

@@ -32,7 +32,7 @@ strategy = "moefusion"
 $ loongforge config --toml | grep -c '^\[[a-z]*\]$'
 7
 $ loongforge config --toml train | grep -c ' = '
-25
+26
 $ loongforge config nonsense 2>&1 | cut -d, -f1
 loongforge: unknown section 'nonsense'
 ? 2

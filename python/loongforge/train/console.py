@@ -51,8 +51,11 @@ class Console:
 
 
 def step_line(step: int, total: int, row: dict) -> str:
+    line = f"step {step:>6}/{total}  loss {row['loss']:.4f}  lr {row['lr']:.2e}"
+    if "exposed_s" not in row:
+        return line
     times = " ".join(f"{name} {1e3 * row['exposed_s'][name]:.0f}" for name in PARTS)
-    return f"step {step:>6}/{total}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} token/s  ms: {times}"
+    return f"{line}  {row['tokens_per_s']:,.0f} token/s  ms: {times}"
 
 
 class StepLog:

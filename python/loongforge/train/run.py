@@ -20,6 +20,7 @@ from ..models.gr00t_n16 import Gr00tN16, preset
 from ..nexus import NexusSync
 from ..optim import AdamW
 from ..sculptor import MemSculptor
+from ..streams import device_of, stream_of
 from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
@@ -131,6 +132,8 @@ class Run:
         self.device = torch.device(wanted)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self.clock = _C.clock_open()
+        _C.clock_follow(self.clock, device_of(self.device), stream_of(self.device))
         auto = self.o["dtype"] == "auto"
         self.bf16 = self.o["dtype"] == "bf16" or (auto and self.device.type == "cuda")
 
@@ -187,6 +190,7 @@ class Run:
             clip=o["clip"],
             bf16=self.bf16,
             capture=o["capture"] and self.ranks.world == 1,
+            clock=self.clock,
         )
         firsts = [(micro * self.ranks.world + self.ranks.rank) * self.batch for micro in range(o["micro_steps"])]
         self.sample_ids = [torch.arange(first, first + self.batch, device=self.device) for first in firsts]
@@ -218,17 +222,16 @@ class Run:
 
     def train(self) -> dict:
         o, first = self.o, self.ranks.rank == 0
-        self.clock = _C.clock_open()
         self.console = Console(first, o["steps"], self.step)
         self.log = StepLog(os.path.join(self.dir, "log.jsonl"), self.step, first)
         self.late = LateResults(self.device, len(RESULTS))
-        self.rows, self.last_row, self.run_tokens = [], {}, 0
+        self.rows, self.times, self.last_row, self.run_tokens = [], {}, {}, 0
         self._before = {"comm": 0.0, "decode": 0.0, "write": 0.0}
         self._announce()
-        began = self.step
+        self.began = self.step
         with _Signals(self):
             while self.step < o["steps"]:
-                if self.step == began + 1 and first:
+                if self.step == self.began + 1 and first:
                     with self.sculptor.trace():
                         self._one_step()
                     self.sculptor.write_csv(os.path.join(self.dir, "lifetimes.csv"))
@@ -239,8 +242,8 @@ class Run:
                 if self.ranks.agree(self.stop_signal != 0):
                     break
         self._collect(0)
-        self._log_rows()
-        if self.step > began:
+        self._log_rows(all_of_them=True)
+        if self.step > self.began:
             self._save(force=True)
         self.vault.wait()
         self.console.close()
@@ -282,7 +285,9 @@ class Run:
             self._save()
             _C.clock_part_end(clock, "io")
         self._hidden_time()
-        row["times"] = _C.clock_step_end(clock, 0)
+        times = _C.clock_step_end(clock, 0)  # on a GPU of a step before this one, or of none
+        if times is not None:
+            self.times[self.began + 1 + times["step"]] = times
 
     def _next_batch(self, keep: bool):
         _C.clock_part_begin(self.clock, "data")
@@ -315,6 +320,7 @@ class Run:
         self._log_rows()
         every = self.o["eval_every"]
         if every and self.step % every == 0 and self.step < self.o["steps"] and self.val_dataset:
+            _C.clock_pause(self.clock)
             self.console.line(f"step {self.step:>6}  held-out loss {self.held_out(blank=False):.4f}")
 
     def _collect(self, depth: int | None = None) -> None:
@@ -331,12 +337,16 @@ class Run:
             row.update(loss=loss_sum / max(tokens, 1), balance_loss=balance, grad_norm=norm, tokens=tokens, unix=time.time())
             self.rows.append(row)
 
-    def _log_rows(self) -> None:
-        for row in self.rows:
-            times = row.pop("times")
-            rate = row["tokens"] / times["wall_s"] if times["wall_s"] > 0 else 0.0
-            self._log({**times, **row, "tokens_per_s": rate})
-        self.rows.clear()
+    def _log_rows(self, all_of_them: bool = False) -> None:
+        """Log steps whose results and times are there, in order. A GPU's last step has no next one that would give its time."""
+        told = max(self.times, default=0)
+        while self.rows and (all_of_them or self.rows[0]["step"] <= told):
+            row = self.rows.pop(0)
+            times = self.times.pop(row["step"], None)
+            if times is not None:
+                wall = times["wall_s"]
+                row = {**times, **row, "tokens_per_s": row["tokens"] / wall if wall > 0 else 0.0}
+            self._log(row)
 
     def _log(self, row: dict) -> None:
         self.last_row = row

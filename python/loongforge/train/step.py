@@ -16,11 +16,11 @@ RESULTS = ("loss_sum", "n_tokens", "weight", "balance", "grad_norm")
 class TrainStep:
     """Forward and backward of all micro steps, clipping and optimizer; one captured graph where it can be."""
 
-    def __init__(self, model, optimizer, sync, *, micro_steps: int, clip: float, bf16: bool, capture: bool):
+    def __init__(self, model, optimizer, sync, *, micro_steps: int, clip: float, bf16: bool, capture: bool, clock=None):
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.micro_steps, self.bf16 = micro_steps, bf16
         self.device = optimizer.map.torch_device
-        self.graph = StepGraph(self._forward_backward, optimizer, clip=clip, enabled=capture)
+        self.graph = StepGraph(self._forward_backward, optimizer, clip=clip, enabled=capture, clock=clock)
 
     def __call__(self, batches: list, sample_ids: list) -> torch.Tensor:
         """batches: of each micro step its FIELDS; sample_ids: of each (b,) int64 -> RESULTS, (5) f64 on the device, summed over
