@@ -135,7 +135,11 @@ lf_status lf__loom_cuda_scratch(const lf__loom_call *call, void **out)
 const lf__loom_kernels lf__loom_cuda = {
     .size = sizeof(lf__loom_kernels),
     .name = "cuda",
+    .router = lf__loom_cuda_router,
+    .router_backward = lf__loom_cuda_router_backward,
+    .route = lf__loom_cuda_route,
     .sort = lf__loom_cuda_sort,
+    .route_backward = lf__loom_cuda_route_backward,
     .permute = lf__loom_cuda_permute,
     .permute_backward = lf__loom_cuda_permute_backward,
     .combine = lf__loom_cuda_combine,

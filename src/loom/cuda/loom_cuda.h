@@ -18,14 +18,23 @@ int lf__loom_cuda_enter(const lf__loom_call *call);
  *  `kernel` are looked for, and a call that is to be finished on return is waited for. */
 lf_status lf__loom_cuda_leave(const lf__loom_call *call, int before, lf_status rc, const char *kernel);
 
-enum { LF_LOOM_CUDA_SCRATCH = 1 << 17 }; /* bytes; no operation ever needs more */
+enum { LF_LOOM_CUDA_SCRATCH = 1 << 19 }; /* bytes; no operation ever needs more */
 /** LF_LOOM_CUDA_SCRATCH bytes of device memory that work queued on the call's stream may use until the next operation on that
  *  stream. Allocated when a stream, or a graph that is being captured, first asks; never freed.
  *  LF_ERR_NOMEM, LF_ERR_DEVICE. Threads: any. */
 lf_status lf__loom_cuda_scratch(const lf__loom_call *call, void **out);
 
+/* loom_cuda_router.cu */
+lf_status lf__loom_cuda_router(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cuda_router_backward(const lf__loom_call *call, const lf__loom_args *args);
 /* loom_cuda_route.cu */
+lf_status lf__loom_cuda_route(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cuda_route_backward(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cuda_sort.cu */
 lf_status lf__loom_cuda_sort(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cuda_dx.cu: backward of permute with a router, where it fits */
+bool lf__loom_cuda_dx_fits(const lf__loom_rows_args *args);
+void lf__loom_cuda_dx(const lf__loom_rows_args *args, cudaStream_t stream);
 /* loom_cuda_rows.cu */
 lf_status lf__loom_cuda_permute(const lf__loom_call *call, const lf__loom_args *args);
 lf_status lf__loom_cuda_permute_backward(const lf__loom_call *call, const lf__loom_args *args);

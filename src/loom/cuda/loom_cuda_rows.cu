@@ -9,7 +9,7 @@ enum { THREADS = 256, WARPS = THREADS / 32 };
 /* What every kernel here needs; `units` packs a row. */
 struct rows {
     const int32_t *row, *slot, *offset;
-    const float *weight;
+    const float *weight, *dlogits, *router;
     float *dweight;
     const void *a, *b;
     void *out;
@@ -90,10 +90,23 @@ template <typename T, int N> __global__ void __launch_bounds__(THREADS) loom_per
 
 /* ---- gather and sum -------------------------------------------------------------------------------------------------- */
 
-/* out[t] = sum over c of weight[t, c] a[slot], without weights where there are none. */
-template <typename T, int N, int K> __global__ void __launch_bounds__(THREADS) loom_gather_sum(const rows r)
+/* sum (N) += dlogits[t] router for features from `at` on, as the CPU has it; loom_cuda_dx.cu is faster where it fits. */
+template <int N> __device__ __forceinline__ void add_router(const rows &r, int64_t t, int64_t at, float (&sum)[N])
 {
-    enum { UNROLL = K <= 2 ? 4 : 1 };
+    float part[N] = {};
+    for (int32_t x = 0; x < r.e; x++) {
+        const float g = __ldg(r.dlogits + t * r.e + x);
+#pragma unroll
+        for (int j = 0; j < N; j++) part[j] = plus(part[j], times(g, __ldg(r.router + x * r.d + at + j)));
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) sum[j] = plus(sum[j], part[j]);
+}
+
+/* out[t] = sum over c of weight[t, c] a[slot], without weights where there are none; plus the router's part where there is one. */
+template <typename T, int N, int K, bool ROUTER> __global__ void __launch_bounds__(THREADS) loom_gather_sum(const rows r)
+{
+    enum { UNROLL = K <= 2 && !ROUTER ? 4 : 1 };
     const int64_t t = my_warp();
     if (t >= r.n) return;
     const choices<K> from(r, t);
@@ -118,6 +131,7 @@ template <typename T, int N, int K> __global__ void __launch_bounds__(THREADS) l
 #pragma unroll
                 for (int j = 0; j < N; j++) sum[j] = plus(sum[j], times(from.weight[c], x[j]));
             }
+            if (ROUTER) add_router<N>(r, t, (i + 32 * u) * N, sum);
             pack<T, N> q;
             q.set(sum);
             store_pack<T, N>(out, i + 32 * u, q);
@@ -188,6 +202,8 @@ static rows rows_of(const lf__loom_rows_args *a, bool weighted)
                 a->routing.slot,
                 a->routing.offset,
                 weighted ? a->routing.weight : nullptr,
+                a->dlogits,
+                a->router,
                 a->dweight,
                 a->a,
                 a->b,
@@ -206,7 +222,7 @@ static bool whole_packs(const lf__loom_rows_args *a)
     return (((uintptr_t)a->a | (uintptr_t)a->b | (uintptr_t)a->out | row) & 15) == 0;
 }
 
-enum operation { PERMUTE, PERMUTE_ROWS, GATHER_SUM, COMBINE_BACKWARD };
+enum operation { PERMUTE, PERMUTE_ROWS, GATHER_SUM, GATHER_SUM_ROUTER, COMBINE_BACKWARD };
 
 template <typename T, int N, int K> static void launch(operation what, const rows &r, cudaStream_t stream)
 {
@@ -214,7 +230,8 @@ template <typename T, int N, int K> static void launch(operation what, const row
     const unsigned blocks = (unsigned)((warps + WARPS - 1) / WARPS);
     if (what == PERMUTE) loom_permute<T, N, K><<<blocks, THREADS, 0, stream>>>(r);
     else if (what == PERMUTE_ROWS) loom_permute_rows<T, N><<<blocks, THREADS, 0, stream>>>(r);
-    else if (what == GATHER_SUM) loom_gather_sum<T, N, K><<<blocks, THREADS, 0, stream>>>(r);
+    else if (what == GATHER_SUM) loom_gather_sum<T, N, K, false><<<blocks, THREADS, 0, stream>>>(r);
+    else if (what == GATHER_SUM_ROUTER) loom_gather_sum<T, N, K, true><<<blocks, THREADS, 0, stream>>>(r);
     else loom_combine_backward<T, N, K><<<blocks, THREADS, 0, stream>>>(r);
 }
 
@@ -247,8 +264,14 @@ lf_status lf__loom_cuda_permute(const lf__loom_call *call, const lf__loom_args *
 
 lf_status lf__loom_cuda_permute_backward(const lf__loom_call *call, const lf__loom_args *args)
 {
-    if (args->rows.dlogits) return lf__fail(LF_ERR_UNSUPPORTED, "kernels cuda lack permute_backward with a router's gradient");
-    return run(call, GATHER_SUM, &args->rows, false, "loom_gather_sum (backward of permute)");
+    const lf__loom_rows_args *a = &args->rows;
+    if (!a->dlogits) return run(call, GATHER_SUM, a, false, "loom_gather_sum (backward of permute)");
+    if (!lf__loom_cuda_dx_fits(a))
+        return run(call, GATHER_SUM_ROUTER, a, false, "loom_gather_sum (backward of permute and router)");
+    if (a->n == 0 || a->d == 0) return LF_OK;
+    const int before = lf__loom_cuda_enter(call);
+    lf__loom_cuda_dx(a, (cudaStream_t)call->stream);
+    return lf__loom_cuda_leave(call, before, LF_OK, "loom_permute_backward_router");
 }
 
 lf_status lf__loom_cuda_combine(const lf__loom_call *call, const lf__loom_args *args)
