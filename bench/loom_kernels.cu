@@ -167,20 +167,35 @@ static void measure(const Bench &b, const char *name, double bytes, const std::f
 
 /* ---- routing and rows ---- */
 
-static lf_routing bench_route(const Bench &b)
+/* Top-2 of 16 experts of unequal popularity; the arrays that the kernels of rows read are filled. */
+static lf_routing make_routing(const Bench &b)
 {
     const int64_t slots = kTokens * kTopK;
-    float *logits = random_values<float>(b, kTokens * kExperts), *prob_sum = alloc<float>(b, kExperts);
-    float *dlogits = alloc<float>(b, kTokens * kExperts), *dweight = random_values<float>(b, slots);
-    int64_t *token = alloc<int64_t>(b, kTokens);
+    std::vector<int32_t> chosen(slots);
+    for (int64_t t = 0; t < kTokens; t++) {
+        const uint32_t x = uint32_t(t) * 2654435761u;
+        chosen[2 * t] = int32_t((x >> 24) * (x >> 24) * kExperts >> 16);
+        chosen[2 * t + 1] = (chosen[2 * t] + 1 + int32_t((x >> 8 & 0xffff) * (kExperts - 1) >> 16)) % kExperts;
+    }
     lf_routing r = {sizeof r,
                     alloc<int32_t>(b, slots),
-                    alloc<float>(b, slots),
+                    random_values<float>(b, slots),
                     alloc<float>(b, kTokens * kExperts),
                     alloc<int32_t>(b, kExperts),
                     alloc<int32_t>(b, kExperts + 1),
                     alloc<int32_t>(b, slots),
                     alloc<int32_t>(b, slots)};
+    OK(lf_copy(b.device, r.expert, chosen.data(), chosen.size() * 4, nullptr));
+    OK(lf_loom_sort(b.device, nullptr, r.expert, kTokens, kExperts, kTopK, &r));
+    return r;
+}
+
+static void bench_route(const Bench &b, const lf_routing &r)
+{
+    const int64_t slots = kTokens * kTopK;
+    float *logits = random_values<float>(b, kTokens * kExperts), *prob_sum = alloc<float>(b, kExperts);
+    float *dlogits = alloc<float>(b, kTokens * kExperts), *dweight = random_values<float>(b, slots);
+    int64_t *token = alloc<int64_t>(b, kTokens);
     const double ne = double(kTokens) * kExperts * 4, nk = double(slots) * 4;
     const lf_route_schedule now = {1, 1.0f, 0.7f};
     lf_route_schedule *schedule = alloc<lf_route_schedule>(b, 1);
@@ -188,6 +203,7 @@ static lf_routing bench_route(const Bench &b)
     lf_route_args args = {};
     args.size = sizeof args, args.logits = logits, args.token = token, args.schedule = schedule;
     args.n = kTokens, args.e = kExperts, args.k = kTopK;
+    measure(b, "sort", 4 * nk, [&] { OK(lf_loom_sort(b.device, b.stream, r.expert, kTokens, kExperts, kTopK, &r)); });
     const auto route = [&] { OK(lf_loom_route(b.device, b.stream, &args, &r, prob_sum)); };
     measure(b, "route", 2 * ne + 4 * nk + double(kTokens) * 8, route);
     route();
@@ -210,7 +226,6 @@ static lf_routing bench_route(const Bench &b)
         OK(lf_loom_permute_backward(b.device, b.stream, &r, dxs, kTokens, kExperts, kTopK, kD, kBf16, dlogits, router, x));
     });
     for (void *p : {(void *)x, (void *)dxs}) lf_device_free(b.device, p);
-    return r;
 }
 
 static void bench_rows(const Bench &b, const lf_routing &r)
@@ -315,10 +330,11 @@ int main(int argc, char **argv)
     CUDA(cudaEventCreate(&b.to));
     b.copy_bytes = size_t(6) << 30;
     for (char *&p : b.copy) p = alloc<char>(b, int64_t(b.copy_bytes));
-    const lf_routing routing = bench_route(b);
+    const lf_routing routing = make_routing(b);
     bench_rows(b, routing);
     bench_loss(b);
     bench_sweep(b, 0);
     bench_sweep(b, 1);
+    bench_route(b, routing);
     return 0;
 }
