@@ -30,7 +30,7 @@ format: setup ## lay out C with clang-format 14 and Python with ruff
 	@scripts/lint.sh format
 wheel: setup ## build a wheel into dist/
 	@scripts/build.sh wheel
-offline-bundle: setup ## the C libraries and headers in one tar, for a machine without a network
+offline-bundle: setup ## the C libraries and CUTLASS's headers in one tar, for a machine without a network
 	@scripts/bundle.sh
 clean: ## remove what was built (an offline bundle in dist/ stays)
 	rm -rf build dist/*.whl python/loongforge/*.so python/loongforge/*.so.*

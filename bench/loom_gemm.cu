@@ -159,8 +159,6 @@ struct Bench {
     int grad_dtype, rounds;
     std::vector<int32_t> count;
     lf__gemm_plan *plan;
-    std::vector<const void *> w_gu, w_down;
-    std::vector<void *> dw_gu, dw_down;
 };
 
 static __nv_bfloat16 *make(int64_t n, uint32_t seed, float scale)
@@ -202,21 +200,15 @@ static void make_data(Bench &b)
 static void open_plan(Bench &b, int grad_dtype)
 {
     b.grad_dtype = grad_dtype;
-    b.w_gu.clear(), b.w_down.clear(), b.dw_gu.clear(), b.dw_down.clear();
+    lf__loom_expert expert[kExperts];
     int64_t at = 0, bytes = grad_dtype == LF_DTYPE_F32 ? 4 : 2;
-    for (int i = 0; i < kExperts; at += int64_t(kHidden[i++]) * kD) {
-        b.w_gu.push_back(b.wgu + 2 * at);
-        b.w_down.push_back(b.wdown + at);
-        b.dw_gu.push_back(static_cast<char *>(b.dwgu) + 2 * at * bytes);
-        b.dw_down.push_back(static_cast<char *>(b.dwdown) + at * bytes);
-    }
-    lf__gemm_layer layer = {kExperts,         kD,         kRows, kHidden, b.w_gu.data(), b.w_down.data(), b.dw_gu.data(),
-                            b.dw_down.data(), grad_dtype, 0};
-    size_t table, scratch;
-    OK(lf__gemm_sizes(&layer, &table, &scratch));
-    CUDA(cudaMalloc(&b.table, table));
-    CUDA(cudaMalloc(&b.scratch, scratch));
-    OK(lf__gemm_open(&b.plan, &layer, b.table, b.scratch));
+    for (int i = 0; i < kExperts; at += int64_t(kHidden[i++]) * kD)
+        expert[i] = {b.wgu + 2 * at, b.wdown + at, static_cast<char *>(b.dwgu) + 2 * at * bytes,
+                     static_cast<char *>(b.dwdown) + at * bytes, kHidden[i]};
+    lf__loom_layer layer = {kExperts, kD, kRows, LF_DTYPE_BF16, grad_dtype, expert};
+    CUDA(cudaMalloc(&b.table, sizeof expert));
+    OK(lf__gemm_open(&b.plan, &layer, b.table));
+    CUDA(cudaMalloc(&b.scratch, lf__gemm_scratch_bytes(b.plan)));
 }
 
 static void close_plan(Bench &b)
@@ -270,7 +262,7 @@ static int64_t elements(const std::vector<Product> &list)
 static void run_ours(Bench &b, int op)
 {
     const void *a[] = {b.x, b.h, b.dy, b.gu, b.gu, b.dy}, *second[] = {nullptr, nullptr, nullptr, nullptr, b.x, b.h};
-    lf__gemm_call call = {b.offset, a[op], second[op], is_weights(op) ? nullptr : b.out, 0};
+    lf__gemm_call call = {b.offset, a[op], second[op], is_weights(op) ? nullptr : b.out, b.scratch, 0};
     OK(lf__gemm_run(b.plan, op, &call, b.stream));
 }
 

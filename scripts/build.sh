@@ -15,6 +15,13 @@ if [ "$preset" = wheel ]; then
 fi
 
 command -v cmake >/dev/null || die "missing: cmake 3.25 or newer - run scripts/setup.sh"
+
+# The CUDA side builds its grouped GEMMs from CUTLASS's headers; without them it builds all the rest.
+case $preset in dev | asan | tsan | fuzz) cuda=0 ;; *) cuda=1 ;; esac
+if [ "$cuda" = 1 ] && { command -v nvcc || [ -x /usr/local/cuda/bin/nvcc ]; } >/dev/null; then
+    scripts/cutlass.sh >/dev/null || warn "going on without CUTLASS: the CUDA device will lack the experts' products"
+fi
+
 log=build/$preset/configure.log
 mkdir -p "build/$preset"
 if ! cmake --preset "$preset" --no-warn-unused-cli -DPython_EXECUTABLE="$PY" -DPython3_EXECUTABLE="$PY" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Collect the C libraries that the build uses (shared libraries, headers, licences) into dist/loongforge-deps-<arch>.tar.gz,
-# for a machine of the same architecture and the same or a newer C library that has no network.
+# Collect the C libraries that the build uses (shared libraries, headers, licences), and the headers of CUTLASS, into
+# dist/loongforge-deps-<arch>.tar.gz, for a machine of the same architecture and the same or a newer C library without a network.
 # There: put the file into dist/ (or name it in LOONGFORGE_DEPS) and run `make build`.
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 limit_mib=40
@@ -69,6 +69,35 @@ while read -r _ probe _; do
         ;;
     esac
 done < <(grep -v '^#' packages/system.txt)
+
+# Those headers of CUTLASS that the kernels can reach, whatever the preprocessor would skip.
+copy_cutlass() {
+    local include=$1
+    "$PY" - "$include" "$stage/cutlass/include" src/loom/gemm <<'END'
+import re, shutil, sys
+from pathlib import Path
+
+root, out, seen = Path(sys.argv[1]).resolve(), Path(sys.argv[2]), set()
+left = [f for f in Path(sys.argv[3]).iterdir() if f.suffix in (".cu", ".cuh")]
+while left:
+    file = left.pop()
+    for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', file.read_text(errors="replace"), re.M):
+        for path in (file.parent / name, root / name):
+            path = path.resolve()
+            if root in path.parents and path.is_file() and path not in seen:
+                seen.add(path)
+                left.append(path)
+for path in seen:
+    to = out / path.relative_to(root)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, to)
+END
+    cp "${include%/include}/LICENSE.txt" "$stage/cutlass/"
+    cp "${include%/include}/LICENSE.txt" "$stage/licenses/cutlass"
+    sed -n 's/^VERSION=/cutlass /p' scripts/cutlass.sh >>"$stage/VERSIONS"
+}
+if include=$(scripts/cutlass.sh); then copy_cutlass "$include"; else warn "CUTLASS is not in the bundle: no experts' products there"; fi
+
 sort -u -o "$stage/VERSIONS" "$stage/VERSIONS"
 printf 'glibc %s or newer\n' "$(getconf GNU_LIBC_VERSION | cut -d' ' -f2)" >>"$stage/VERSIONS"
 

@@ -189,7 +189,7 @@ static inline void check_product(const experts_problem *p, const char *what, con
     multiply64(want, size, a, b, m, n, k);
     for (int64_t i = 0; i < m * n; i++) {
         const double got = get_value(d, first + i, dtype), old = before ? get_value(before, first + i, dtype) : 0;
-        const double near = fabs(want[i] + old) * round_off(dtype) + p->sum_error * (size[i] + fabs(old));
+        const double near = fabs(want[i] + old) * round_off(dtype) + p->sum_error * (size[i] + fabs(old)) + 1e-30;
         if (!(fabs(got - want[i] - old) <= near))
             FAIL_("%s: element %lld is %.9g, expected %.9g within %g", what, (long long)(first + i), got, want[i] + old, near);
     }
@@ -248,7 +248,7 @@ static inline void check_dgu_element(const experts_problem *p, const void *dgu, 
                                      double factor_size)
 {
     const double want = dh * factor, got = get_value(dgu, at, p->dtype), t = round_off(p->dtype);
-    const double near = 2.1 * t * fabs(want) + p->sum_error * size * fabs(factor) + 2e-6 * (fabs(dh) + 1e-6) * factor_size;
+    const double near = 2.1 * t * fabs(want) + p->sum_error * size * fabs(factor) + 2e-6 * fabs(dh) * factor_size + 1e-30;
     if (!(fabs(got - want) <= near)) FAIL_("dgu: element %lld is %.9g, expected %.9g within %g", (long long)at, got, want, near);
 }
 
@@ -286,6 +286,7 @@ static inline void check_backward(const experts_problem *p, const experts_output
                       x.r);
         check_product(p, "dw_down", o->dw_down, p->grad_dtype, x.at, accumulate ? p->dw_down : NULL, &dys, &h, p->d, x.f, x.r);
     }
+    CHECK(memcmp(o->h, o->dh, bytes_of(p->max_rows * p->most, t)) == 0); /* h again: the forward's bits */
     check_untouched("dgu", o->dgu, 2 * x.base, 2 * p->max_rows * p->most, t);
     check_untouched("dh", o->dh, x.base, p->max_rows * p->most, t);
     check_untouched("dxs", o->dxs, (int64_t)p->offset[p->n_experts] * p->d, p->max_rows * p->d, t);

@@ -8,6 +8,7 @@
 
 #include "base/base.h"
 #include "device/device_int.h"
+#include "loom_layer.h"
 #include "loongforge/loom.h"
 
 enum {
@@ -112,21 +113,6 @@ typedef struct lf__loom_loss_args {
     double *loss_sum;
     int32_t dtype, accumulate, backward;
 } lf__loom_loss_args;
-
-/* One expert of a layer. The device's copy is the same struct. Gradients are NULL, both, when they are not wanted. */
-typedef struct lf__loom_expert {
-    const void *w_gu, *w_down; /* (2 f, d), (d, f) */
-    void *dw_gu, *dw_down;
-    int64_t hidden; /* f */
-} lf__loom_expert;
-
-/* What a plan of a layer's products is made from; lives as long as the plan. */
-typedef struct lf__loom_layer {
-    int32_t n_experts, d;
-    int64_t max_rows;
-    int32_t dtype, grad_dtype;
-    const lf__loom_expert *expert; /* (n_experts) */
-} lf__loom_layer;
 
 /* forward reads xs and writes gu, h, ys; backward reads xs, gu_in, dys and writes dgu, dh, dxs and the layer's gradients. */
 typedef struct lf__loom_experts_args {

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sweeps on CUDA against the CPU's table, and a whole step as a captured graph. AdamW and add give the CPU's bits; a sum of
  * squares is added in another order in double precision, so 1e-12 of it is allowed. */
-#include <dlfcn.h>
-
+#include "cuda_graph.h"
 #include "loom_cuda_fixture.h"
 
 /* ---- maps on both devices -------------------------------------------------------------------------------------------- */
@@ -276,32 +275,6 @@ TEST(cuda_add_matches_cpu)
 
 /* ---- graphs ---------------------------------------------------------------------------------------------------------- */
 
-/* The driver's calls that capture: through the loader, so that nothing here links against CUDA. */
-static struct {
-    int (*begin)(void *stream, int mode);
-    int (*end)(void *stream, void **graph);
-    int (*instantiate)(void **exec, void *graph, unsigned long long flags);
-    int (*launch)(void *exec, void *stream);
-    int (*free_exec)(void *exec);
-    int (*free_graph)(void *graph);
-} driver;
-
-static void find_driver(void)
-{
-    lf_device_info info = {.size = sizeof info};
-    CHECK_OK(lf_device_get_info(gpu, &info));
-    if (info.kind != 2) SKIP("graphs are CUDA's");
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    CHECK(library != NULL);
-    *(void **)&driver.begin = dlsym(library, "cuStreamBeginCapture_v2");
-    *(void **)&driver.end = dlsym(library, "cuStreamEndCapture");
-    *(void **)&driver.instantiate = dlsym(library, "cuGraphInstantiateWithFlags");
-    *(void **)&driver.launch = dlsym(library, "cuGraphLaunch");
-    *(void **)&driver.free_exec = dlsym(library, "cuGraphExecDestroy");
-    *(void **)&driver.free_graph = dlsym(library, "cuGraphDestroy");
-    CHECK(driver.begin && driver.end && driver.instantiate && driver.launch && driver.free_exec && driver.free_graph);
-}
-
 /* A step in small: router, routing with noise of a step in device memory, rows out and back, a norm, a loss,
  * their backwards, clipping, AdamW. */
 typedef struct step {
@@ -430,15 +403,8 @@ static void check_same_step(const step *a, const step *b)
 /* A graph of `s` captured on `stream`. */
 static void *capture(const step *s)
 {
-    void *graph = NULL, *exec = NULL;
-    CHECK_EQ(driver.begin(lf_stream_native(stream), 0), 0); /* global: the strictest mode */
-    lf_status rc = queue_step(s, stream);
-    int ended = driver.end(lf_stream_native(stream), &graph);
-    CHECK_OK(rc);
-    CHECK_EQ(ended, 0);
-    CHECK_EQ(driver.instantiate(&exec, graph, 0), 0);
-    CHECK_EQ(driver.free_graph(graph), 0);
-    return exec;
+    begin_capture(stream);
+    return end_capture(stream, queue_step(s, stream));
 }
 
 /* Captured once and replayed on new inputs and new values of AdamW, while the stream that was captured does other work. */

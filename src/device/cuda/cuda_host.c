@@ -8,7 +8,6 @@
 #include "cuda_int.h"
 
 static const lf__host_ops *host;
-extern const lf__device_ops lf__device_cuda;
 
 __attribute__((visibility("default"))) const lf__device_ops *lf_device_entry_v1(const lf__host_ops *from);
 

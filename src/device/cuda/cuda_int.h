@@ -40,6 +40,9 @@ const char *lf__cuda_error_text(void);
 /** After a launch: LF_OK, or an error that names the kernel. With `now` it also waits for the kernel. */
 lf_status lf__cuda_launched(const char *kernel, cudaStream_t stream, int32_t now);
 
+/** The device's own table: crews allocate through it. */
+extern const lf__device_ops lf__device_cuda;
+
 /** Kernel tables of the crews, NULL where a crew has none. */
 const void *lf__cuda_kernels(void *context, const char *crew);
 

@@ -152,4 +152,10 @@ const lf__loom_kernels lf__loom_cuda = {
     .combine_add_norm = lf__loom_cuda_combine_add_norm,
     .add_norm_backward = lf__loom_cuda_add_norm_backward,
     .cross_entropy = lf__loom_cuda_cross_entropy,
+    .experts_open = lf__loom_cuda_experts_open,
+#ifdef LF_LOOM_CUTLASS
+    .experts_close = lf__loom_cuda_experts_close,
+    .experts_forward = lf__loom_cuda_experts_forward,
+    .experts_backward = lf__loom_cuda_experts_backward,
+#endif
 };

@@ -51,6 +51,11 @@ lf_status lf__loom_cuda_combine_add_norm(const lf__loom_call *call, const lf__lo
 lf_status lf__loom_cuda_add_norm_backward(const lf__loom_call *call, const lf__loom_args *args);
 /* loom_cuda_loss.cu */
 lf_status lf__loom_cuda_cross_entropy(const lf__loom_call *call, const lf__loom_args *args);
+/* loom_cuda_experts.c; without LF_LOOM_CUTLASS experts_open alone, which refuses */
+lf_status lf__loom_cuda_experts_open(void *context, const lf__loom_layer *layer, void **plan);
+void lf__loom_cuda_experts_close(void *context, void *plan);
+lf_status lf__loom_cuda_experts_forward(const lf__loom_call *call, const lf__loom_args *args);
+lf_status lf__loom_cuda_experts_backward(const lf__loom_call *call, const lf__loom_args *args);
 
 #ifdef __cplusplus
 }

@@ -9,6 +9,8 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
+#include "loom/loom_layer.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -58,17 +60,10 @@ typedef struct lf__gemm_kernel {
 /* Kernels that were compiled, best first; the end is NULL. */
 extern const lf__gemm_kernel *const lf__gemm_kernels[];
 
-/* One expert, on the device. Gradients are NULL in a plan that has none. */
-typedef struct lf__gemm_expert {
-    const void *w_gu, *w_down;
-    void *dw_gu, *dw_down;
-    int64_t hidden;
-} lf__gemm_expert;
-
 /* Operation `op` of grouped_gemm.h in terms of D = A B; one block writes the groups, others zero the weight gradients of
  * experts without rows (not when they accumulate). experts: (n_experts) device; offset: (n_experts + 1) device. */
 typedef struct lf__gemm_setup {
-    const lf__gemm_expert *experts;
+    const lf__loom_expert *experts;
     const int32_t *offset;
     const void *a, *b;
     void *out;
@@ -79,7 +74,7 @@ cudaError_t lf__gemm_set_up(const lf__gemm_setup *setup, cudaStream_t stream);
 
 /* experts and offset as above; gu: regions of (rows, 2 f), the others regions of (rows, f); see grouped_gemm.h. */
 typedef struct lf__gemm_swiglu_args {
-    const lf__gemm_expert *experts;
+    const lf__loom_expert *experts;
     const int32_t *offset;
     int32_t n_experts, n_units;
     const void *gu, *dh;

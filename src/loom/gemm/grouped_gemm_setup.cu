@@ -22,7 +22,7 @@ __device__ const void *at(const void *base, int64_t element) { return static_cas
 __device__ void *at(void *base, int64_t element) { return static_cast<char *>(base) + 2 * element; }
 
 /* base: elements of h in front of this expert; first: its first row. */
-__device__ Group describe(const lf__gemm_setup &s, const lf__gemm_expert &e, int first, int rows, int64_t base)
+__device__ Group describe(const lf__gemm_setup &s, const lf__loom_expert &e, int first, int rows, int64_t base)
 {
     int f = static_cast<int>(e.hidden), d = s.d;
     int64_t row = static_cast<int64_t>(first) * d;
@@ -68,7 +68,7 @@ __device__ void write_groups(const lf__gemm_setup &s)
     int i = threadIdx.x, rows = 0, first = 0;
     int4 *queue = reinterpret_cast<int4 *>(s.groups.queue);
     for (int j = i; j < static_cast<int>(sizeof(lf__gemm_queue) / sizeof(int4)); j += kThreads) queue[j] = {0, 0, 0, 0};
-    lf__gemm_expert e = {};
+    lf__loom_expert e = {};
     if (i < s.n_experts) {
         e = s.experts[i];
         first = s.offset[i];
@@ -90,7 +90,7 @@ __device__ void zero_gradient(const lf__gemm_setup &s, int block)
 {
     int i = block / kFillBlocks;
     if (s.offset[i + 1] != s.offset[i]) return;
-    const lf__gemm_expert &e = s.experts[i];
+    const lf__loom_expert &e = s.experts[i];
     bool gu = s.op == LF_GEMM_DW_GU;
     int64_t n = e.hidden * s.d * (gu ? 2 : 1) * s.out_bytes / 16;
     int4 *to = static_cast<int4 *>(gu ? e.dw_gu : e.dw_down);
@@ -146,10 +146,11 @@ __device__ Place place_row(int row, const int *offset, const int64_t *base, cons
     return {base[low] + static_cast<int64_t>(row - offset[low]) * hidden[low], hidden[low]};
 }
 
+/* The backward makes the same h: keep both expressions alike. */
 __device__ Eight swiglu(const Eight &g, const Eight &u)
 {
     Eight out;
-    for (int i = 0; i < 8; i++) out.v[i] = g.v[i] / (1.0f + __expf(-g.v[i])) * u.v[i];
+    for (int i = 0; i < 8; i++) out.v[i] = g.v[i] * (1.0f / (1.0f + __expf(-g.v[i]))) * u.v[i];
     return out;
 }
 
