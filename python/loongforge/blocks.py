@@ -538,7 +538,7 @@ def plan_products(model: nn.Module, held) -> list[str]:
     stay torch's: one by one, after a look at the counts."""
     plans, reasons = [], []
     for path, module in model.named_modules():
-        if not isinstance(module, Woven):
+        if not isinstance(module, Woven) or "_lf_products" in module.__dict__:
             continue
         experts = module.describe()
         try:

@@ -383,6 +383,35 @@ def test_planned_products_train_like_the_stock_model_and_survive_a_replan():
     assert got == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", sorted(set(mixtures.TAKEN) - {"router in f32"}))  # which switches the CPU's autocast off
+@pytest.mark.parametrize("kind", ("bf16 weights", "bf16 weights over masters", "f32 weights"))
+def test_on_cuda_as_the_stock_block(name, kind):
+    """bf16 rounds at 2^-9 on either side. f32 weights have no plan: a warning, and torch's products."""
+    torch.manual_seed(0)
+    stock = nn.ModuleDict({"block": mixtures.TAKEN[name]()}).cuda()
+    stock = stock.bfloat16() if kind == "bf16 weights" else stock
+    ours = copy.deepcopy(stock)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held = accelerate(ours, dtype=torch.bfloat16 if "masters" in kind else None)
+    assert bool(caught) == (kind == "f32 weights")
+    x = tokens().to("cuda", torch.bfloat16 if kind == "bf16 weights" else torch.float32)
+    with torch.autocast("cuda", torch.bfloat16, enabled=kind != "bf16 weights"):
+        results = [run_on_map(model, held, x) for model in (stock, ours)]
+    close(*results, 4e-2)
+
+
+def run_on_map(model, held, x):
+    torch.manual_seed(2)
+    out = model.block(x * 1)
+    outs = [out] if isinstance(out, torch.Tensor) else list(out)
+    sum((o.float() * torch.arange(o.numel(), device=o.device).view(o.shape).cos()).sum() for o in outs).backward()
+    grads = [held.block_of(p).grad if held.block_of(p) else p.grad for p in model.parameters()]
+    return [o.detach().float() for o in outs] + [g.float() for g in grads]
+
+
 def test_products_that_cannot_be_planned_say_why():
     model = Net(mixtures.Mixture)
     model.layers[0].experts[1].up.requires_grad_(False)
