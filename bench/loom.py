@@ -121,7 +121,7 @@ class Ours:
 PARTS = (  # kind, what a kernel's name has
     ("experts", r"GemmUniversal|GemmGrouped|set_up_kernel"),
     ("swiglu", r"swiglu"),
-    ("attention", r"fmha|flash|sdpa|cudnn.*(attn|attention)|cunn.*sdp|mha"),
+    ("attention", r"fmha|flash|sdpa|cudnn.*(attn|attention|dot_do|convert_dq)|mha"),
     ("adamw", r"adamw"),
     ("norm of gradients", r"sumsq|clip"),
     ("cross-entropy", r"cross_entropy"),
@@ -134,7 +134,7 @@ PARTS = (  # kind, what a kernel's name has
 
 
 def profile_parts(step) -> list:
-    """-> [(kind, ms)], largest first, of one step; and the kernels that no kind claims"""
+    """-> [(kind, ms)], largest first, of one step, and the same of kernels that no kind claims; prints the longest"""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -142,6 +142,8 @@ def profile_parts(step) -> list:
         step()
         torch.cuda.synchronize()
     times, rest = {}, {}
+    for e in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:40]:
+        print(f"   {e.self_device_time_total / 1e3:8.3f} ms {e.count:5} x {e.key[:110]}", file=sys.stderr)
     for e in seen.key_averages():
         kind = next((k for k, pattern in PARTS if re.search(pattern, e.key, re.I)), None)
         held, key = (times, kind) if kind else (rest, e.key[:90])
@@ -171,8 +173,6 @@ def run_ours(a, config, report: Report):
         for kind, ms in times:
             report.add(f"loom.part_ms/{kind}", round(ms, 2), "ms")
         report.add("loom.part_ms/the rest", round(sum(ms for _, ms in rest), 2), "ms")
-        for name, ms in rest[:25]:
-            print(f"   {ms:8.3f} ms  {name}", file=sys.stderr)
     return seconds, peak
 
 

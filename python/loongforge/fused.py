@@ -274,7 +274,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dhidden * dloss.to(dhidden.dtype), dweight, None, None
 
 
-_WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype_out")
+_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def _add_product(total, a, b) -> None:
@@ -282,12 +282,12 @@ def _add_product(total, a, b) -> None:
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif _WIDE_PRODUCTS and a.is_cuda:
-        total.add_(torch.mm(a, b, out_dtype=torch.float32))
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)
 
 
-def linear_cross_entropy(hidden, weight, target, chunk: int = 4096) -> torch.Tensor:
+def linear_cross_entropy(hidden, weight, target, chunk: int = 8192) -> torch.Tensor:
     """hidden: (…, d); weight: (v, d); target: (…) i64 -> (), summed over targets that are not negative"""
     return LinearCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), chunk)
 
