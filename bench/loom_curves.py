@@ -71,10 +71,17 @@ def token_index(a, config):
     return (torch.arange(a.batch, device="cuda")[:, None] * config.max_seq_len + torch.arange(a.seq, device="cuda")).flatten()
 
 
+def model_of(config, weights) -> Gr00tN16:
+    with torch.device("meta"):
+        model = Gr00tN16(config)
+    model = model.to_empty(device="cuda")
+    model.load_state_dict(weights)
+    return model
+
+
 def run_stock(a, config, first_weights, seed: int) -> list:
-    model = Gr00tN16(config)
-    model.load_state_dict(first_weights)
-    stock = stock_of(model.cuda(), StockMoE if a.stock == "loop" else SortedMoE)
+    model = model_of(config, first_weights)
+    stock = stock_of(model, StockMoE if a.stock == "loop" else SortedMoE)
     del model
     optimizer = torch.optim.AdamW(stock.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     text, losses = Text(a, config, seed), []
@@ -94,9 +101,8 @@ def run_stock(a, config, first_weights, seed: int) -> list:
 
 
 def run_ours(a, config, first_weights, seed: int) -> list:
-    model = Gr00tN16(config.with_(seed=seed))
-    model.load_state_dict(first_weights)
-    held = loongforge.accelerate(model.cuda(), dtype=torch.bfloat16, options={"grad_f32": False})
+    model = model_of(config.with_(seed=seed), first_weights)
+    held = loongforge.accelerate(model, dtype=torch.bfloat16, options={"grad_f32": False})
     optimizer = loongforge.AdamW(held, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     def forward_backward(images, tokens):
