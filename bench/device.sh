@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # On a GPU machine, with or without a network: build, run the GPU tests, the memory and race checkers on the small ones where the
-# machine has them, and train the tiny preset on the GPU beside the CPU. Without a network put the offline bundle into dist/ first.
+# machine has them, train the tiny preset on the GPU beside the CPU, and run `make train` there with two presets. Without a
+# network put the offline bundle into dist/ first.
 #   bench/device.sh [PYTHON]      an interpreter that has torch (default python3)
+#   CHECKERS=0                    leaves the checkers out
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 set -u
 export PYTHON=${1:-python3} PRESET=cuda
@@ -30,8 +32,13 @@ export LD_LIBRARY_PATH=$PWD/build/cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 say tests
 for test in "$tests"/t_*cuda* "$tests"/t_grouped_gem*; do check "$(basename "$test")" "$test"; done
 
+say "Python tests"
+for test in graph attention clock blocks; do check "python-$test" "$PY" -m pytest -q "tests/python/test_$test.py"; done
+
 say checkers
-if command -v compute-sanitizer >/dev/null && ! compute-sanitizer "$tests/t_device_cuda" 2>&1 | grep -q "not supported"; then
+if [ "${CHECKERS:-1}" = 0 ]; then
+    echo "left out"
+elif command -v compute-sanitizer >/dev/null && ! compute-sanitizer "$tests/t_device_cuda" 2>&1 | grep -q "not supported"; then
     check memcheck-t_experts_cuda compute-sanitizer --error-exitcode 3 "$tests/t_experts_cuda"
     for tool in memcheck racecheck synccheck; do
         for test in t_loom_cuda t_loom_cuda_rows t_loom_cuda_dense t_loom_cuda_sweep; do
@@ -57,4 +64,9 @@ print(f"40 losses in f32, GPU against CPU: worst relative difference {worst:.1e}
 sys.exit(worst > 1e-3)
 PY
 rm -rf "$data"
+
+say "make train"
+export SCENES=6000 DEVICE=cuda
+check make-train-tiny make train TRAIN_ARGS="--steps 600"
+check make-train-small make train SIZE=small TRAIN_ARGS="--steps 60 --batch_size 32 --lr 3e-4"
 exit $failed
