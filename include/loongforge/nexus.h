@@ -92,6 +92,12 @@ typedef struct lf_nexus_options {
     double timeout_s;                /* of one collective */
     char reduce[LF_TEXT_MAX];        /* mean | sum */
     int64_t run_bytes;               /* of chunks that become ready together and are launched as one */
+    int32_t max_ctas;                /* NCCL: most multiprocessors it may take; 0: its own choice */
+    int32_t nccl_blocking;           /* NCCL: calls return when the work is queued, instead of threads of NCCL's queueing it */
+    int32_t register_buffers;        /* NCCL: move gradients without copies of its own, where it can */
+    char fail[LF_TEXT_MAX];          /* NCCL: error | exit */
+    double grace_s;                  /* NCCL: between a failure and the process's end */
+    char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
 } lf_nexus_options;
 
 /** One row of the schedule. */
@@ -156,6 +162,37 @@ LF_API lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream);
  *  @param[out] ends room for `world` tables, each to be closed by its `close` (lf_nexus_close does); the last one frees the
  *  loopback.  @return LF_ERR_INVALID (world outside 1 to 64); LF_ERR_NOMEM; LF_ERR_IO (no thread). */
 LF_API lf_status lf_loopback_open(int32_t world, lf_transport *ends);
+
+/** NCCL, found at run time (2.10 or newer): one communicator a handle, on a stream of its own, one rank a GPU.
+ *
+ *  Chunks of a run are launched as one. A step's end makes the caller's stream wait, not the host; so failures come late, and a
+ *  watcher looks for them: an error of NCCL's, and a run that makes no progress for timeout_s after its turn came. It then keeps
+ *  the error for the next call on the handle, aborts the communicator (which lets a stuck device go on, with useless results), and
+ *  logs. With the option fail = exit a process that has not closed the handle grace_s after the failure, or after the caller first
+ *  got to know of it, is ended with LF_NCCL_EXIT_CODE and one line on stderr: a host that hangs in the driver cannot be told.
+ *  timeout_s must be longer than the time by which ranks may be apart (a checkpoint, an evaluation on one of them). */
+enum {
+    LF_NCCL_ID_BYTES = 128,
+    LF_NCCL_EXIT_CODE = 75,
+    LF_NCCL_MEAN_MOST = 4 /* ranks up to which NCCL divides; above, sums may be made in the switch, which cannot */
+};
+/** @param opts section "nexus", NULL for defaults; nccl_library is used.  @param[out] version 22809: 2.28.9, in words in `text`
+ *  (may be NULL).  @return LF_ERR_UNSUPPORTED: no NCCL, too old, or not whole: says which. */
+LF_API lf_status lf_nccl_version(const lf_nexus_options *opts, int32_t *version, char *text, size_t size);
+/** The bytes by which ranks meet: made on rank 0, brought to all others by the caller.
+ *  @return LF_ERR_UNSUPPORTED as above; LF_ERR_PEER (no network interface). */
+LF_API lf_status lf_nccl_id(const lf_nexus_options *opts, uint8_t id[LF_NCCL_ID_BYTES]);
+/** The same through a file that all ranks see: rank 0 makes it, the others wait for it up to timeout_s. Its name must be new for
+ *  every run; rank 0 removes it once lf_nccl_open is through.
+ *  @return as lf_nccl_id; LF_ERR_IO; LF_ERR_FORMAT (another kind of file); LF_ERR_TIMEOUT. */
+LF_API lf_status lf_nccl_id_by_file(const lf_nexus_options *opts, const char *path, int32_t rank, uint8_t id[LF_NCCL_ID_BYTES]);
+/** Meet the other ranks, within timeout_s.  @param opts give lf_nexus_open the same.  @param device CUDA, this rank's own; a
+ *  reference is kept.  @param[out] out to be closed by its `close` (lf_nexus_close does), which takes at most about 20 s, also when
+ *  other ranks are gone.
+ *  @return LF_ERR_INVALID (an option, rank, a CPU device); LF_ERR_UNSUPPORTED; LF_ERR_TIMEOUT (a rank did not come); LF_ERR_PEER,
+ *  LF_ERR_DEVICE (with NCCL's words); LF_ERR_NOMEM. */
+LF_API lf_status lf_nccl_open(const lf_nexus_options *opts, lf_device *device, int32_t rank, int32_t world,
+                              const uint8_t id[LF_NCCL_ID_BYTES], lf_transport *out);
 
 #ifdef __cplusplus
 }

@@ -136,7 +136,9 @@ typedef struct lf__thread lf__thread;
 typedef void (*lf__thread_fn)(void *user);
 lf_status lf__thread_start(lf__thread **out, const char *name, lf__thread_fn fn, void *user);
 void lf__thread_join(lf__thread *thread); /* also frees; NULL is allowed */
-int32_t lf__n_cores(void);                /* usable by this process */
+/** Instead of a join, for a thread that is stuck in somebody else's code: it ends when it ends. */
+void lf__thread_forget(lf__thread *thread);
+int32_t lf__n_cores(void); /* usable by this process */
 
 /** Run fn(user, i) for i in [0, n) on up to `threads` threads (0: one a core), the caller among them. Returns when all are
  *  done. The threads stay for the next call. Inside fn, and while another thread is in a loop, a call runs its loop on the

@@ -19,6 +19,7 @@ struct lf__thread {
     lf__thread_fn fn;
     void *user;
     char name[16];
+    _Atomic bool begun; /* the thread has read all of the above */
 };
 
 int64_t lf__now_ns(void)
@@ -84,8 +85,11 @@ bool lf__wait_ns(lf__mutex *m, int64_t timeout_ns)
 static void *enter(void *arg)
 {
     lf__thread *t = arg;
+    const lf__thread_fn fn = t->fn;
+    void *user = t->user;
     pthread_setname_np(pthread_self(), t->name);
-    t->fn(t->user);
+    t->begun = true;
+    fn(user);
     return NULL;
 }
 
@@ -110,6 +114,13 @@ void lf__thread_join(lf__thread *thread)
 {
     if (!thread) return;
     pthread_join(thread->id, NULL);
+    lf__free(thread);
+}
+
+void lf__thread_forget(lf__thread *thread)
+{
+    while (!thread->begun) lf__sleep_ns(100000);
+    pthread_detach(thread->id);
     lf__free(thread);
 }
 

@@ -13,6 +13,14 @@ static const lf_option rows[] = {
     LF_ROW_I64(
         S, run_bytes, "128MiB", 4096, 0x1p40,
         "Bytes of chunks of one layer that are launched together, where the transport can: they start when all are ready."),
+    LF_ROW_I32(S, max_ctas, "0", 0, 64, "NCCL: most multiprocessors that it may take from the model; 0: its own choice."),
+    LF_ROW_BOOL(S, nccl_blocking, "true",
+                "NCCL: calls return when the work is queued; false: threads of NCCL's queue it, which costs one a launch."),
+    LF_ROW_BOOL(S, register_buffers, "true", "NCCL: register gradients, so that it needs no copies of its own where it can."),
+    LF_ROW_TEXT(S, fail, "exit", "error|exit",
+                "NCCL: a failed collective is an error at the next call; exit: it also ends a process that does not handle it."),
+    LF_ROW_F64(S, grace_s, "10", 0.1, 3600, "NCCL: seconds between a failure and the end of the process, with fail = exit."),
+    LF_ROW_TEXT(S, nccl_library, "", NULL, "NCCL: path of libnccl.so.2; empty: the one PyTorch has loaded, or the loader's."),
 };
 #undef S
 

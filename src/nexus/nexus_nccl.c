@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The NCCL transport's table: runs are posted on a stream of our own, behind the marking stream, and waited for by event. */
+#include <string.h>
+
+#include "nexus_nccl.h"
+
+/* ---- runs ------------------------------------------------------------------------------------------------------------ */
+
+static void free_run(nccl_run *run)
+{
+    if (!run) return;
+    lf_event_close(run->began);
+    lf_event_close(run->done);
+    lf__free(run);
+}
+
+static lf_status new_run(nccl_link *link, nccl_run **out)
+{
+    nccl_run *run = lf__alloc(sizeof *run);
+    if (!run) return LF_FAIL(LF_ERR_NOMEM, "a run of collectives");
+    lf_status rc = lf_event_open(link->device, &run->began);
+    if (rc == LF_OK) rc = lf_event_open(link->device, &run->done);
+    if (rc < 0) free_run(run);
+    else *out = run;
+    return rc;
+}
+
+void lf__nccl_free_runs(nccl_link *link)
+{
+    for (int64_t i = 0; i < link->room; i++) free_run(link->ring[i]);
+    for (int32_t i = 0; i < link->n_captured; i++) free_run(link->captured[i]);
+    lf__free(link->ring);
+    lf__free(link->captured);
+}
+
+lf_status lf__nccl_grow(nccl_link *link)
+{
+    const int64_t before = link->room, room = before ? before * 2 : ROOM_FIRST;
+    nccl_run **ring = lf__alloc_array((size_t)room, sizeof *ring), **made = lf__alloc_array((size_t)room, sizeof *made);
+    lf_status rc = ring && made ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "%lld runs of collectives", (long long)room);
+    for (int64_t i = before; i < room && rc == LF_OK; i++) rc = new_run(link, &made[i]);
+    if (rc == LF_OK) {
+        lf__lock(link->mutex);
+        /* The old ones keep their tickets: they are those below `posted`. */
+        for (int64_t t = link->posted - before; t < link->posted; t++)
+            ring[t & (room - 1)] = before ? link->ring[t & (before - 1)] : NULL;
+        int64_t spare = before;
+        for (int64_t i = 0; i < room; i++)
+            if (!ring[i]) ring[i] = made[spare++];
+        nccl_run **old = link->ring;
+        link->ring = ring;
+        link->room = room;
+        lf__unlock(link->mutex);
+        ring = old;
+    } else {
+        for (int64_t i = before; made && i < room; i++) free_run(made[i]);
+    }
+    lf__free(ring);
+    lf__free(made);
+    return rc;
+}
+
+/* The next place of the ring, once the run that had it is done and waited for. Only a host that is a thousand runs ahead of the
+ * device waits here. */
+static lf_status take_run(nccl_link *link, nccl_run **run)
+{
+    for (;;) {
+        lf_status rc = lf__nccl_raise(link);
+        if (rc < 0) return rc;
+        lf__lock(link->mutex);
+        const int64_t used = link->posted - (link->done < link->waited ? link->done : link->waited);
+        const bool full = used >= link->room, most = link->room >= ROOM_MOST;
+        if (!full) *run = link->ring[link->posted & (link->room - 1)];
+        lf__unlock(link->mutex);
+        if (!full) return LF_OK;
+        lf__nccl_retire(link);
+        if (!most) rc = lf__nccl_grow(link);
+        else lf__sleep_ns(200000);
+        if (rc < 0) return rc;
+    }
+}
+
+/* Captures start where the last one's runs lie: a graph keeps no hold on events. */
+static lf_status take_captured(nccl_link *link, uint64_t capture, nccl_run **run, int64_t *ticket)
+{
+    lf_status rc = LF_OK;
+    if (capture != link->capture) {
+        for (int32_t i = 0; i < link->n_captured; i++) free_run(link->captured[i]);
+        link->n_captured = 0;
+        link->capture = capture;
+    }
+    if (link->n_captured == link->captured_room) {
+        const int32_t room = link->captured_room ? 2 * link->captured_room : ROOM_FIRST;
+        nccl_run **bigger = lf__realloc(link->captured, (size_t)room, sizeof *bigger);
+        if (!bigger) return LF_FAIL(LF_ERR_NOMEM, "%d captured runs", room);
+        link->captured = bigger;
+        link->captured_room = room;
+    }
+    LF_TRY(new_run(link, run));
+    *ticket = NCCL_CAPTURED | link->n_captured;
+    link->captured[link->n_captured++] = *run;
+out:
+    return rc;
+}
+
+/* A run behind everything queued on `stream` so far. */
+static lf_status open_run(nccl_link *link, lf_stream *stream)
+{
+    uint64_t capture = 0;
+    nccl_run *run = NULL;
+    lf_status rc = LF_OK;
+    LF_TRY(lf__nccl_raise(link));
+    LF_TRY(lf__stream_capture(stream, &capture));
+    LF_TRY(capture ? take_captured(link, capture, &run, &link->open_ticket) : take_run(link, &run));
+    if (!capture) link->open_ticket = link->posted;
+    if (stream) {
+        LF_TRY(lf__event_mark(run->began, stream));
+        LF_TRY(lf_stream_wait(link->stream, run->began));
+    }
+    run->timed = !capture;
+    if (run->timed) LF_TRY(lf_event_record(run->began, link->stream));
+    run->label = link->run_label ? link->run_label : "a collective by itself";
+    run->bytes = 0;
+    run->n_ops = 0;
+    link->open = run;
+out:
+    return rc;
+}
+
+/* From here on the worker and the guard watch it. */
+static void publish(nccl_link *link, nccl_run *run, bool awaited)
+{
+    lf__lock(link->mutex);
+    run->posted_ns = lf__now_ns();
+    link->posted++;
+    if (!awaited && link->waited == link->posted - 1) link->waited++;
+    lf__unlock(link->mutex);
+}
+
+/* ---- calls of NCCL --------------------------------------------------------------------------------------------------- */
+
+static lf_status close_group(nccl_link *link)
+{
+    if (!link->in_group) return LF_OK;
+    link->in_group = false;
+    return lf__nccl_result(link, "ncclGroupEnd", lf__nccl_await(link, link->nccl.group_end()));
+}
+
+static lf_status close_run(nccl_link *link)
+{
+    nccl_run *run = link->open;
+    if (!run) return LF_OK;
+    link->open = NULL;
+    lf_status rc = close_group(link);
+    lf__nccl_call_end(link);
+    if (rc == LF_OK) rc = lf__event_mark(run->done, link->stream);
+    if (rc == LF_OK && !(link->open_ticket & NCCL_CAPTURED)) publish(link, run, true);
+    return rc;
+}
+
+static lf_status all_reduce(nccl_link *link, void *data, int64_t count, int32_t dtype)
+{
+    const int type = dtype == LF_DTYPE_I64 ? NCCL_INT64 : dtype == LF_DTYPE_F32 ? NCCL_FLOAT32 : NCCL_BFLOAT16;
+    const int op = link->mean && dtype != LF_DTYPE_I64 ? NCCL_AVG : NCCL_SUM;
+    if (link->in_run && !link->in_group) {
+        const lf_status rc = lf__nccl_result(link, "ncclGroupStart", link->nccl.group_start());
+        if (rc < 0) return rc;
+        link->in_group = true;
+    }
+    int result = link->nccl.all_reduce(data, data, (size_t)count, type, op, link->caller_comm, lf_stream_native(link->stream));
+    if (link->in_group && result == NCCL_IN_PROGRESS) result = NCCL_SUCCESS; /* the group's end tells */
+    return lf__nccl_result(link, "ncclAllReduce", lf__nccl_await(link, result));
+}
+
+static lf_status add_operation(nccl_link *link, void *data, int64_t count, int32_t dtype, lf_stream *stream)
+{
+    int32_t before = 0;
+    lf_status rc = LF_OK;
+    if (!link->open) {
+        rc = open_run(link, stream);
+        if (rc == LF_OK) rc = lf__nccl_call_begin(link, "ncclAllReduce");
+        if (rc < 0) return rc;
+    }
+    if (count == 0) return LF_OK;
+    rc = lf__device_enter(link->device, &before);
+    if (rc < 0) return rc;
+    rc = all_reduce(link, data, count, dtype);
+    lf__device_leave(link->device, before);
+    link->open->n_ops++;
+    link->open->bytes += count * (int64_t)lf_dtype_bytes(dtype);
+    return rc;
+}
+
+/* With the device current for what NCCL does at a group's end. */
+static lf_status end_run(nccl_link *link)
+{
+    int32_t before = 0;
+    lf_status rc = lf__device_enter(link->device, &before), closed = close_run(link);
+    if (rc == LF_OK) lf__device_leave(link->device, before);
+    return rc < 0 ? rc : closed;
+}
+
+/* Ranks no longer do the same: nothing can go on. What failed first is what is told. */
+static lf_status fail_link(nccl_link *link, lf_status rc)
+{
+    link->in_run = false;
+    lf__nccl_fault(link, rc, "%s", lf_error_text());
+    end_run(link);
+    return lf__nccl_raise(link);
+}
+
+lf_status lf__nccl_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    nccl_link *link = user;
+    LF_CHECK_ARG(ticket && count >= 0 && (data || count == 0), "nccl: ticket or data is NULL, or count is negative");
+    LF_CHECK_ARG(dtype == LF_DTYPE_F32 || dtype == LF_DTYPE_BF16 || dtype == LF_DTYPE_I64,
+                 "nccl: dtype is %s, expected f32, bf16 or i64", lf_dtype_name(dtype));
+    lf_status rc = add_operation(link, data, count, dtype, stream);
+    if (rc == LF_OK) *ticket = link->open_ticket;
+    if (rc == LF_OK && !link->in_run) rc = end_run(link);
+    return rc < 0 ? fail_link(link, rc) : rc;
+}
+
+lf_status lf__nccl_run(void *user, int32_t open, const char *label)
+{
+    nccl_link *link = user;
+    link->in_run = open;
+    link->run_label = open ? label : NULL;
+    if (open) return lf__nccl_raise(link);
+    lf_status rc = end_run(link);
+    return rc < 0 ? fail_link(link, rc) : rc;
+}
+
+/* ---- waiting --------------------------------------------------------------------------------------------------------- */
+
+/* On the host, asking now and then: a wait inside the driver could not be given up. */
+static lf_status wait_until_done(nccl_link *link, int64_t upto, double timeout_s, const char *what)
+{
+    const int64_t began = lf__now_ns(), deadline = began + (int64_t)(timeout_s * 1e9);
+    for (int64_t pause = 10000;; pause = pause < 500000 ? pause * 2 : pause) {
+        lf__nccl_retire(link);
+        lf_status rc = lf__nccl_raise(link);
+        if (rc < 0) return rc;
+        lf__lock(link->mutex);
+        const bool done = link->done >= upto;
+        lf__unlock(link->mutex);
+        if (done) return LF_OK;
+        if (lf__now_ns() > deadline) {
+            lf__nccl_fault(link, LF_ERR_TIMEOUT, "%s is not done after %g s; hint: has another rank died?", what, timeout_s);
+            return lf__nccl_raise(link);
+        }
+        lf__sleep_ns(pause);
+    }
+}
+
+lf_status lf__nccl_wait(void *user, int64_t ticket, lf_stream *stream, double timeout_s)
+{
+    nccl_link *link = user;
+    lf_status rc = lf__nccl_raise(link);
+    if (rc < 0) return rc;
+    if (ticket & NCCL_CAPTURED) {
+        const int64_t number = ticket & ~NCCL_CAPTURED;
+        LF_CHECK_ARG(number >= 0 && number < link->n_captured && stream, "nccl: wait for captured run %lld without its stream",
+                     (long long)number);
+        return lf_stream_wait(stream, link->captured[number]->done);
+    }
+    lf__lock(link->mutex);
+    const int64_t posted = link->posted, waited = link->waited;
+    nccl_run *run = link->ring[ticket & (link->room - 1)];
+    lf__unlock(link->mutex);
+    LF_CHECK_ARG(ticket >= 0 && ticket < posted && ticket >= waited - 1, "nccl: wait for run %lld, expected %lld to %lld",
+                 (long long)ticket, (long long)waited - 1, (long long)posted - 1);
+    rc = stream ? lf_stream_wait(stream, run->done) : wait_until_done(link, ticket + 1, timeout_s, run->label);
+    if (rc < 0) return rc;
+    lf__lock(link->mutex);
+    if (ticket + 1 > link->waited) link->waited = ticket + 1;
+    lf__unlock(link->mutex);
+    return LF_OK;
+}
+
+lf_status lf__nccl_query(void *user, int64_t ticket)
+{
+    nccl_link *link = user;
+    lf_status rc = lf__nccl_raise(link);
+    if (rc < 0 || ticket & NCCL_CAPTURED) return rc < 0 ? rc : LF_AGAIN;
+    lf__nccl_retire(link);
+    lf__lock(link->mutex);
+    const int64_t posted = link->posted, done = link->done;
+    lf__unlock(link->mutex);
+    LF_CHECK_ARG(ticket >= 0 && ticket < posted, "nccl: no run %lld, %lld were posted", (long long)ticket, (long long)posted);
+    return ticket < done ? LF_OK : LF_AGAIN;
+}
+
+lf_status lf__nccl_check(void *user) { return lf__nccl_raise(user); }
+
+lf_status lf__nccl_settle(void *user, double timeout_s)
+{
+    nccl_link *link = user;
+    lf__lock(link->mutex);
+    const int64_t posted = link->posted;
+    lf__unlock(link->mutex);
+    return wait_until_done(link, posted, timeout_s, "what was posted");
+}
+
+lf_status lf__nccl_replayed(void *user, lf_stream *stream, const char *label)
+{
+    nccl_link *link = user;
+    nccl_run *run = NULL;
+    lf_status rc = take_run(link, &run);
+    if (rc == LF_OK) rc = lf__event_mark(run->done, stream);
+    if (rc < 0) return rc;
+    run->label = label;
+    run->timed = false;
+    run->bytes = 0;
+    run->n_ops = 0;
+    publish(link, run, false);
+    return LF_OK;
+}
+
+lf_status lf__nccl_stats(void *user, lf_nexus_stats *stats)
+{
+    nccl_link *link = user;
+    lf__nccl_retire(link);
+    lf__lock(link->mutex);
+    stats->collectives = link->n_ops;
+    stats->bytes = link->n_bytes;
+    stats->p50_s = lf__hist_percentile(&link->hist, 50);
+    stats->p95_s = lf__hist_percentile(&link->hist, 95);
+    stats->p99_s = lf__hist_percentile(&link->hist, 99);
+    stats->busy_s = link->hist.sum_s;
+    lf__unlock(link->mutex);
+    return LF_OK;
+}
