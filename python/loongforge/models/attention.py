@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import attention_cudnn
+
 
 @torch.no_grad()
 def select_blocks(q, k, block_size: int, top_k: int, local: int, first: int) -> torch.Tensor:
@@ -237,7 +239,11 @@ def _dense_kernels(capability: tuple[int, int], deterministic: bool):
 
 def dense_attention(qkv):
     """qkv: (b, t, 3, h, d) -> (b, t, h * d). Exact and causal. Of q, k, v as views along one dimension the gradient comes
-    back in one copy; unpacking a permutation makes it several times that."""
+    back in one copy; unpacking a permutation makes it several times that. With cuDNN's own front end there is no copy."""
+    if qkv.is_cuda and qkv.is_contiguous():
+        shape, deterministic = tuple(qkv.shape), torch.are_deterministic_algorithms_enabled()
+        if attention_cudnn.serves(shape, qkv.dtype, qkv.device.index, deterministic):
+            return attention_cudnn.PackedAttention.apply(qkv, deterministic)
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     kernels = contextlib.nullcontext
     if qkv.is_cuda:
