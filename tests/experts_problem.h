@@ -15,7 +15,8 @@ typedef struct experts_problem {
     int64_t max_rows, n_weight, most; /* n_weight: elements of all w_down; most: the largest hidden size */
     const int32_t *hidden;
     int32_t offset[LF_MAX_EXPERTS + 1];
-    double sum_error;                                 /* of a sum in f32, relative to the sum of its terms' sizes */
+    int32_t keep_h;   /* the backward is given the forward's h, so dh stays dh; 0, from make_experts: it makes h again */
+    double sum_error; /* of a sum in f32, relative to the sum of its terms' sizes */
     void *w_gu, *w_down, *xs, *dys, *dw_gu, *dw_down; /* dw_*: what the gradients hold before they are added to */
 } experts_problem;
 
@@ -122,6 +123,14 @@ static inline void check_same_output(const experts_problem *p, const experts_out
     output_sizes(p, n);
     list_output(a, x), list_output(b, y);
     for (int32_t i = 0; i < N_OUTPUTS; i++) CHECK(memcmp(x[i], y[i], bytes_of(n[i], output_dtype(p, i))) == 0);
+}
+
+/* Whether h was kept or made again, everything but dh, which h takes the place of then. */
+static inline void check_same_but_dh(const experts_problem *p, const experts_output *a, const experts_output *b)
+{
+    experts_output with = *b;
+    with.dh = a->dh;
+    check_same_output(p, a, &with);
 }
 
 /* Open a plan over weights and gradients at these addresses; with `trained` 0 without gradients. */
@@ -268,6 +277,14 @@ static inline void check_dgu(const experts_problem *p, const void *gu, const voi
     lf__free(dh), lf__free(size);
 }
 
+/* What dh holds: dys w_down, or h again. */
+static inline void check_dh(const experts_problem *p, const void *gu, const void *dh, const part *x)
+{
+    const operand dys = {p->dys, p->dtype, x->row * p->d, p->d, 1}, w_down = {p->w_down, p->dtype, x->at, 1, x->f};
+    if (p->keep_h) check_product(p, "dh", dh, p->dtype, x->base, NULL, &dys, &w_down, x->r, x->f, p->d);
+    else check_h(p, "h again", gu, dh, x);
+}
+
 /* gu: as the forward wrote it (dgu may have taken its place since). */
 static inline void check_backward(const experts_problem *p, const experts_output *o, const void *gu, int32_t accumulate,
                                   int32_t trained)
@@ -277,16 +294,16 @@ static inline void check_backward(const experts_problem *p, const experts_output
     for (int32_t i = 0; i < p->n_experts; next_part(p, &x, i++)) {
         const operand dgu = {o->dgu, t, 2 * x.base, 2 * x.f, 1}, w_gu = {p->w_gu, t, 2 * x.at, 1, p->d};
         const operand dgu_t = {o->dgu, t, 2 * x.base, 1, 2 * x.f}, xs = {p->xs, t, x.row * p->d, 1, p->d};
-        const operand dys = {p->dys, t, x.row * p->d, 1, p->d}, h = {o->dh, t, x.base, 1, x.f};
+        const operand dys = {p->dys, t, x.row * p->d, 1, p->d}, h = {p->keep_h ? o->h : o->dh, t, x.base, 1, x.f};
         check_dgu(p, gu, o->dgu, &x);
-        check_h(p, "h again", gu, o->dh, &x);
+        check_dh(p, gu, o->dh, &x);
         check_product(p, "dxs", o->dxs, t, x.row * p->d, NULL, &dgu, &w_gu, x.r, p->d, 2 * x.f);
         if (!trained) continue;
         check_product(p, "dw_gu", o->dw_gu, p->grad_dtype, 2 * x.at, accumulate ? p->dw_gu : NULL, &dgu_t, &xs, 2 * x.f, p->d,
                       x.r);
         check_product(p, "dw_down", o->dw_down, p->grad_dtype, x.at, accumulate ? p->dw_down : NULL, &dys, &h, p->d, x.f, x.r);
     }
-    CHECK(memcmp(o->h, o->dh, bytes_of(p->max_rows * p->most, t)) == 0); /* h again: the forward's bits */
+    if (!p->keep_h) CHECK(memcmp(o->h, o->dh, bytes_of(p->max_rows * p->most, t)) == 0); /* h again: the forward's bits */
     check_untouched("dgu", o->dgu, 2 * x.base, 2 * p->max_rows * p->most, t);
     check_untouched("dh", o->dh, x.base, p->max_rows * p->most, t);
     check_untouched("dxs", o->dxs, (int64_t)p->offset[p->n_experts] * p->d, p->max_rows * p->d, t);

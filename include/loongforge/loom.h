@@ -214,19 +214,22 @@ LF_API void lf_experts_close(lf_experts *experts);
 LF_API lf_device *lf_experts_device(const lf_experts *experts);
 
 /** gu = xs w_gu^T; h = silu(gate) * up; ys = h w_down^T.  offset: (n_experts + 1) i32, as lf_routing; xs, ys: (max_rows, d).
- *  gu and h are regions: gu is kept for the backward, h is not needed by it. Addresses may be NULL when max_rows is 0, and are
+ *  gu and h are regions: the backward needs gu, and takes h where it is kept. Addresses may be NULL when max_rows is 0, and are
  *  16-byte aligned on CUDA.
  *  @return LF_ERR_INVALID; LF_ERR_NOMEM; LF_ERR_DEVICE. offset must start at 0, not decrease, and end at most at max_rows: the CPU
  *  looks when the work runs (LF_ERR_INVALID, on a stream at its next sync), CUDA does not.  Threads: any, a plan is only read;
  *  backwards of one plan write the same gradients, so they need an order. */
 LF_API lf_status lf_experts_forward(lf_experts *experts, lf_stream *stream, const int32_t *offset, const void *xs, void *gu,
                                     void *h, void *ys);
-/** From dys (max_rows, d), xs and the forward's gu: dh = dys w_down; dgu from gu and dh, where dh becomes h again, in place;
- *  dxs = dgu w_gu; dw_gu = or += dgu^T xs; dw_down = or += dys^T h. dxs is written before the gradients of weights. dgu may be gu
- *  itself.
- *  @param accumulate 1: add to the weights' gradients; 0: write them, zeros for an expert without rows.  @return as forward. */
+/** From dys (max_rows, d), xs and the forward's gu and h: dh = dys w_down; dgu from gu and dh; dxs = dgu w_gu;
+ *  dw_gu = or += dgu^T xs; dw_down = or += dys^T h. dxs is written before the gradients of weights. dgu may be gu itself.
+ *  @param h what the forward left there, only read: dh stays dh. NULL: not kept; it is made again from gu, over dh, for one more
+ *  write of h. Either way gives the same bits.
+ *  @param accumulate 1: add to the weights' gradients; 0: write them, zeros for an expert without rows.
+ *  @return as forward; LF_ERR_INVALID too where dh is h. */
 LF_API lf_status lf_experts_backward(lf_experts *experts, lf_stream *stream, const int32_t *offset, const void *xs,
-                                     const void *gu, const void *dys, void *dgu, void *dh, void *dxs, int32_t accumulate);
+                                     const void *gu, const void *h, const void *dys, void *dgu, void *dh, void *dxs,
+                                     int32_t accumulate);
 
 /* ---- optimizer sweep ------------------------------------------------------------------------------------------------- */
 

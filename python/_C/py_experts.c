@@ -95,21 +95,21 @@ static PyObject *loom_experts_forward(PyObject *self, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
-/* loom_experts_backward(experts, stream, offset, xs, gu, dys, dgu, dh, dxs, accumulate) */
+/* loom_experts_backward(experts, stream, offset, xs, gu, h or 0, dys, dgu, dh, dxs, accumulate) */
 static PyObject *loom_experts_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     reader r = {args, 0, nargs, 0};
     lf_stream *stream;
-    lf_experts *experts = begin(&r, "loom_experts_backward", 10, &stream);
+    lf_experts *experts = begin(&r, "loom_experts_backward", 11, &stream);
     if (!experts) return NULL;
     const int32_t *offset = next_ptr(&r);
-    const void *xs = next_ptr(&r), *gu = next_ptr(&r), *dys = next_ptr(&r);
+    const void *xs = next_ptr(&r), *gu = next_ptr(&r), *h = next_ptr(&r), *dys = next_ptr(&r);
     void *dgu = next_ptr(&r), *dh = next_ptr(&r), *dxs = next_ptr(&r);
     const int32_t accumulate = next_i32(&r);
     if (r.bad) return NULL;
     lf_status rc;
-    LFPY_FREE_GIL(rc = lf_experts_backward(experts, stream, offset, xs, gu, dys, dgu, dh, dxs, accumulate));
+    LFPY_FREE_GIL(rc = lf_experts_backward(experts, stream, offset, xs, gu, h, dys, dgu, dh, dxs, accumulate));
     if (rc < 0) return lfpy_raise(rc);
     Py_RETURN_NONE;
 }
@@ -118,6 +118,6 @@ PyMethodDef lfpy_experts_methods[] = {
     FAST(loom_experts_open,
          "A plan of one layer: (device, d, max_rows, dtype, grad_dtype, hidden, w_gu, w_down, dw_gu, dw_down)."),
     FAST(loom_experts_forward, "(experts, stream, offset, xs, gu, h, ys)."),
-    FAST(loom_experts_backward, "(experts, stream, offset, xs, gu, dys, dgu, dh, dxs, accumulate)."),
+    FAST(loom_experts_backward, "(experts, stream, offset, xs, gu, h or 0, dys, dgu, dh, dxs, accumulate)."),
     {NULL, NULL, 0, NULL},
 };

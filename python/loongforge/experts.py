@@ -15,11 +15,14 @@ class ExpertSet:
     held: the map that has their parameters. weights: an expert a row, (gate, up, down) of shapes (f, d), (f, d), (d, f), or
     (gate_up, down) with gate's rows over up's. fused, instead: all experts in two parameters, (gate_up, down) of shapes
     (e, 2 f, d), (e, d, f). All are trained or none is.
+    keep_h: SwiGLU's output is kept for the backward, rows * widest elements a call; False: it is made again from gu, for one
+    more write of it and the same bits. May be set between calls. Experts that are not trained never need it.
     Raises NotImplementedError where the map or the device cannot serve them: the message says why.
     """
 
-    def __init__(self, held, weights=(), *, fused=None):
+    def __init__(self, held, weights=(), *, fused=None, keep_h=True):
         self.held, self.weights, self.fused = held, [tuple(row) for row in weights], fused
+        self.keep_h = keep_h
         self._open()
 
     def _open(self) -> None:
@@ -58,17 +61,17 @@ class ExpertSet:
             raise NotImplementedError(error.args[2]) from None
 
     def forward(self, offset: torch.Tensor, xs: torch.Tensor):
-        """offset: (e + 1) i32; xs: (rows, d) sorted by expert -> gu (regions of 2 f), ys (rows, d)"""
+        """offset: (e + 1) i32; xs: (rows, d) sorted by expert -> gu (regions of 2 f), h (of f; None: not kept), ys (rows, d)"""
         rows = xs.shape[0]
         gu, h = xs.new_empty(rows * 2 * self.widest), xs.new_empty(rows * self.widest)
         ys = torch.empty_like(xs)
         _C.loom_experts_forward(
             self.handle, stream_of(xs), offset.data_ptr(), xs.data_ptr(), gu.data_ptr(), h.data_ptr(), ys.data_ptr()
         )
-        return gu, ys
+        return gu, h if self.keep_h and self.trained else None, ys
 
-    def backward(self, offset, xs, gu, dys) -> torch.Tensor:
-        """-> dxs (rows, d); gradients of the weights are in the map, announced."""
+    def backward(self, offset, xs, gu, h, dys) -> torch.Tensor:
+        """gu, h: as forward gave them -> dxs (rows, d); gradients of the weights are in the map, announced."""
         added = self.held.begin_write(self.blocks) if self.trained else False
         rows = xs.shape[0]
         dgu, dh, dxs = torch.empty_like(gu), xs.new_empty(rows * self.widest), torch.empty_like(xs)
@@ -78,6 +81,7 @@ class ExpertSet:
             offset.data_ptr(),
             xs.data_ptr(),
             gu.data_ptr(),
+            h.data_ptr() if h is not None else 0,
             dys.data_ptr(),
             dgu.data_ptr(),
             dh.data_ptr(),

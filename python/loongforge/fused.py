@@ -108,7 +108,7 @@ class MixtureAddNorm(torch.autograd.Function):
         )
         xs = h.new_empty(n * routing.k, d)
         _C.loom_permute(*at(h), routing.addresses, h.data_ptr(), n, routing.e, routing.k, d, DTYPES[h.dtype], xs.data_ptr())
-        gu, ys = experts.forward(routing.offset, xs)
+        gu, hidden, ys = experts.forward(routing.offset, xs)
         total, normed = torch.empty_like(x), torch.empty_like(x)
         rstd = torch.empty(n, dtype=torch.float32, device=h.device)
         _C.loom_combine_add_norm(
@@ -127,7 +127,7 @@ class MixtureAddNorm(torch.autograd.Function):
             normed.data_ptr(),
             rstd.data_ptr(),
         )
-        ctx.save_for_backward(h, router, weight, xs, gu, ys, total, rstd)
+        ctx.save_for_backward(h, router, weight, xs, gu, hidden, ys, total, rstd)
         ctx.routing, ctx.call = routing, call
         ctx.mark_non_differentiable(routing.count)
         return total, normed, routing.count, prob_sum
@@ -135,7 +135,7 @@ class MixtureAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal, dnormed, _, dprob_sum):
-        h, router, weight, xs, gu, ys, total, rstd = ctx.saved_tensors
+        h, router, weight, xs, gu, hidden, ys, total, rstd = ctx.saved_tensors
         r, c = ctx.routing, ctx.call
         n, d = h.shape
         shape = (n, r.e, r.k, d, DTYPES[h.dtype])
@@ -156,7 +156,7 @@ class MixtureAddNorm(torch.autograd.Function):
             c.schedule.data_ptr(),
             dlogits.data_ptr(),
         )
-        dxs = c.experts.backward(r.offset, xs, gu, dys)
+        dxs = c.experts.backward(r.offset, xs, gu, hidden, dys)
         drouter = torch.empty_like(router)
         _C.loom_router_backward(
             *at(h),
@@ -188,22 +188,22 @@ class Mixture(torch.autograd.Function):
         shape = (r.n, r.e, r.k, x.shape[1], DTYPES[x.dtype])
         xs, y = x.new_empty(r.n * r.k, x.shape[1]), torch.empty_like(x)
         _C.loom_permute(*at(x), r.addresses, x.data_ptr(), *shape, xs.data_ptr())
-        gu, ys = experts.forward(r.offset, xs)
+        gu, hidden, ys = experts.forward(r.offset, xs)
         _C.loom_combine(*at(x), r.addresses, ys.data_ptr(), *shape, y.data_ptr())
-        ctx.save_for_backward(xs, gu, ys)
+        ctx.save_for_backward(xs, gu, hidden, ys)
         ctx.routing, ctx.experts, ctx.shape = r, experts, shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        xs, gu, ys = ctx.saved_tensors
+        xs, gu, hidden, ys = ctx.saved_tensors
         r, dy = ctx.routing, dy.contiguous()
         dys, dweight = torch.empty_like(ys), torch.empty_like(r.weight)
         _C.loom_combine_backward(
             *at(dy), r.addresses, ys.data_ptr(), dy.data_ptr(), *ctx.shape, dys.data_ptr(), dweight.data_ptr()
         )
-        dxs, dx = ctx.experts.backward(r.offset, xs, gu, dys), torch.empty_like(dy)
+        dxs, dx = ctx.experts.backward(r.offset, xs, gu, hidden, dys), torch.empty_like(dy)
         _C.loom_permute_backward(*at(dy), r.addresses, dxs.data_ptr(), *ctx.shape, 0, 0, dx.data_ptr())
         return dx, dweight, None, None, None
 

@@ -154,22 +154,22 @@ static void multiply(const lf__loom_layer *layer, const int32_t *offset, int32_t
 
 /* ---- SwiGLU ---------------------------------------------------------------------------------------------------------- */
 
-/* Forward: dh and dgu are NULL. Backward: dh becomes h. */
+/* Forward: dh and dgu are NULL. Backward: h may be dh, or NULL where it is not wanted. */
 typedef struct swiglu {
     const lf__loom_layer *layer;
     const int32_t *offset;
-    const void *gu;
+    const void *gu, *dh;
     void *h, *dgu;
 } swiglu;
 
-/* g, u: (n). h = silu(g) u; with dgu, first du = dh silu(g) and dg = dh u silu'(g), where dh is what h holds. */
-static void swiglu_tile(const float *g, const float *u, int64_t n, float *h, float *dg, float *du)
+/* g, u: (n). h = silu(g) u; with dh, du = dh silu(g) and dg = dh u silu'(g) too. */
+static void swiglu_tile(const float *g, const float *u, const float *dh, int64_t n, float *h, float *dg, float *du)
 {
     for (int64_t j = 0; j < n; j++) {
         const float gate = g[j], up = u[j], s = 1 / (1 + expf(-gate)), silu = gate * s;
-        if (dg) {
-            dg[j] = h[j] * up * s * (1 + gate * (1 - s));
-            du[j] = h[j] * silu;
+        if (dh) {
+            dg[j] = dh[j] * up * s * (1 + gate * (1 - s));
+            du[j] = dh[j] * silu;
         }
         h[j] = silu * up;
     }
@@ -178,19 +178,17 @@ static void swiglu_tile(const float *g, const float *u, int64_t n, float *h, flo
 /* h_at: elements of h in front of the row. */
 static void swiglu_row(const swiglu *s, int64_t h_at, int64_t f)
 {
-    float g_tile[LF_LOOM_TILE], u_tile[LF_LOOM_TILE], h[LF_LOOM_TILE], dg[LF_LOOM_TILE], du[LF_LOOM_TILE];
+    float g_tile[LF_LOOM_TILE], u_tile[LF_LOOM_TILE], dh_tile[LF_LOOM_TILE];
+    float h[LF_LOOM_TILE], dg[LF_LOOM_TILE], du[LF_LOOM_TILE];
     const int32_t dtype = s->layer->dtype;
     for (int64_t j = 0, n; j < f; j += n) {
         n = f - j < LF_LOOM_TILE ? f - j : LF_LOOM_TILE;
         const float *g = lf__loom_load(dtype, s->gu, 2 * h_at + j, n, g_tile);
         const float *u = lf__loom_load(dtype, s->gu, 2 * h_at + f + j, n, u_tile);
-        if (s->dgu) {
-            const float *dh = lf__loom_load(dtype, s->h, h_at + j, n, h);
-            if (dh != h) memcpy(h, dh, (size_t)n * sizeof *h);
-        }
-        swiglu_tile(g, u, n, h, s->dgu ? dg : NULL, du);
-        lf__loom_store(dtype, s->h, h_at + j, n, h);
-        if (!s->dgu) continue;
+        const float *dh = s->dh ? lf__loom_load(dtype, s->dh, h_at + j, n, dh_tile) : NULL;
+        swiglu_tile(g, u, dh, n, h, dg, du);
+        if (s->h) lf__loom_store(dtype, s->h, h_at + j, n, h);
+        if (!dh) continue;
         lf__loom_store(dtype, s->dgu, 2 * h_at + j, n, dg);
         lf__loom_store(dtype, s->dgu, 2 * h_at + f + j, n, du);
     }
@@ -258,10 +256,11 @@ lf_status lf__loom_cpu_experts_backward(const lf__loom_call *call, const lf__loo
     lf_status rc = check_offset(layer, a->offset);
     if (rc < 0) return rc;
     multiply(layer, a->offset, DH, a->dys, NULL, a->dh, 0);
-    run_swiglu(&(swiglu){.layer = layer, .offset = a->offset, .gu = a->gu_in, .h = a->dh, .dgu = a->dgu});
+    void *again = a->h_in ? NULL : a->dh;
+    run_swiglu(&(swiglu){.layer = layer, .offset = a->offset, .gu = a->gu_in, .dh = a->dh, .h = again, .dgu = a->dgu});
     multiply(layer, a->offset, DX, a->dgu, NULL, a->dxs, 0);
     if (!layer->expert[0].dw_gu) return LF_OK;
     multiply(layer, a->offset, DW_GU, a->dgu, a->xs, NULL, a->accumulate);
-    multiply(layer, a->offset, DW_DOWN, a->dys, a->dh, NULL, a->accumulate);
+    multiply(layer, a->offset, DW_DOWN, a->dys, again ? again : a->h_in, NULL, a->accumulate);
     return LF_OK;
 }

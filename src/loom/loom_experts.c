@@ -124,17 +124,19 @@ lf_status lf_experts_forward(lf_experts *e, lf_stream *stream, const int32_t *of
 }
 
 lf_status lf_experts_backward(lf_experts *e, lf_stream *stream, const int32_t *offset, const void *xs, const void *gu,
-                              const void *dys, void *dgu, void *dh, void *dxs, int32_t accumulate)
+                              const void *h, const void *dys, void *dgu, void *dh, void *dxs, int32_t accumulate)
 {
     const named arrays[] = {{"xs", xs}, {"gu", gu}, {"dys", dys}, {"dgu", dgu}, {"dh", dh}, {"dxs", dxs}};
     lf_status rc = check_call(e, offset, arrays, LF_COUNT(arrays));
     if (rc < 0) return rc;
+    LF_CHECK_ARG(!h || h != dh, "h and dh are the same, expected two regions; hint: h is NULL where it was not kept");
     LF_CHECK_ARG(accumulate == 0 || accumulate == 1, "accumulate is %d, expected 0 or 1", accumulate);
     return LF_LOOM_SUBMIT(e->device, stream, experts_backward,
                           .experts = {.plan = e->plan,
                                       .offset = offset,
                                       .xs = xs,
                                       .gu_in = gu,
+                                      .h_in = h,
                                       .dys = dys,
                                       .dgu = dgu,
                                       .dh = dh,

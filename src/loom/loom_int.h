@@ -114,11 +114,12 @@ typedef struct lf__loom_loss_args {
     int32_t dtype, accumulate, backward;
 } lf__loom_loss_args;
 
-/* forward reads xs and writes gu, h, ys; backward reads xs, gu_in, dys and writes dgu, dh, dxs and the layer's gradients. */
+/* forward reads xs and writes gu, h, ys; backward reads xs, gu_in, dys and h_in (NULL: h is made again, over dh) and writes dgu, dh,
+ * dxs and the layer's gradients. */
 typedef struct lf__loom_experts_args {
     void *plan; /* what experts_open made */
     const int32_t *offset;
-    const void *xs, *gu_in, *dys;
+    const void *xs, *gu_in, *h_in, *dys;
     void *gu, *h, *ys, *dgu, *dh, *dxs;
     int32_t accumulate;
 } lf__loom_experts_args;

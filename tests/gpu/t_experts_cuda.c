@@ -11,6 +11,7 @@ typedef struct copy_of {
     int32_t *offset;
     void *out[N_OUTPUTS];
     lf_experts *e;
+    int32_t keep_h;
 } copy_of;
 
 /* NULL where there is nothing: callers have no address then. */
@@ -39,7 +40,7 @@ static void set_offset(const experts_problem *p, const copy_of *c)
 static void upload(experts_problem *p, copy_of *c, int32_t accumulate, int32_t trained)
 {
     const size_t rows = bytes_of(p->max_rows * p->d, p->dtype), weights = bytes_of(p->n_weight, p->dtype);
-    *c = (copy_of){.w_gu = up(p->w_gu, 2 * weights), .w_down = up(p->w_down, weights)};
+    *c = (copy_of){.keep_h = p->keep_h, .w_gu = up(p->w_gu, 2 * weights), .w_down = up(p->w_down, weights)};
     c->xs = up_some(p->xs, rows), c->dys = up_some(p->dys, rows);
     c->offset = up(p->offset, sizeof(int32_t) * ((size_t)p->n_experts + 1));
     reset_output(p, c, accumulate);
@@ -67,7 +68,8 @@ static lf_status forward(const copy_of *c, lf_stream *on)
 
 static lf_status backward(const copy_of *c, lf_stream *on, int32_t accumulate)
 {
-    return lf_experts_backward(c->e, on, c->offset, c->xs, c->out[0], c->dys, c->out[3], c->out[4], c->out[5], accumulate);
+    const void *h = c->keep_h ? c->out[1] : NULL;
+    return lf_experts_backward(c->e, on, c->offset, c->xs, c->out[0], h, c->dys, c->out[3], c->out[4], c->out[5], accumulate);
 }
 
 /* ---- against float64 -------------------------------------------------------------------------------------------------- */
@@ -105,8 +107,17 @@ static void check_shape(const struct shape *s, int32_t grad_dtype, int32_t accum
     CHECK_OK(lf_stream_sync(on));
     experts_output again = download(&p, &c);
     check_same_output(&p, &first, &again);
+    p.keep_h = c.keep_h = 1;
+    reset_output(&p, &c, accumulate);
+    CHECK_OK(forward(&c, on));
+    CHECK_OK(backward(&c, on, accumulate));
+    CHECK_OK(lf_stream_sync(on));
+    experts_output kept = download(&p, &c);
+    check_forward(&p, &kept);
+    check_backward(&p, &kept, kept.gu, accumulate, 1);
+    check_same_but_dh(&p, &first, &kept);
     lf_experts_close(c.e);
-    free_output(&first), free_output(&again);
+    free_output(&first), free_output(&again), free_output(&kept);
     free_experts(&p);
     release();
 }
@@ -200,6 +211,7 @@ TEST(cuda_experts_replay_with_other_counts)
     copy_of c, n;
     make_experts(&p, 6, shapes[0].hidden, shapes[1].count, 136, 26, LF_DTYPE_BF16, LF_DTYPE_F32);
     make_experts(&noise, 6, shapes[0].hidden, shapes[0].count, 136, 0, LF_DTYPE_BF16, LF_DTYPE_BF16);
+    p.keep_h = 1;
     upload(&p, &c, 0, 1);
     upload(&noise, &n, 0, 1);
     CHECK_OK(forward(&n, stream)); /* kernels are loaded when first used */
@@ -303,8 +315,10 @@ TEST(cuda_experts_name_what_is_wrong)
     CHECK_HAS(lf_error_text(), "xs at");
     CHECK_STATUS(lf_experts_forward(e, NULL, offset, memory, memory, memory, bad), LF_ERR_INVALID);
     CHECK_HAS(lf_error_text(), "ys at");
-    CHECK_STATUS(lf_experts_backward(e, NULL, offset, memory, memory, memory, memory, bad, memory, 0), LF_ERR_INVALID);
+    CHECK_STATUS(lf_experts_backward(e, NULL, offset, memory, memory, NULL, memory, memory, bad, memory, 0), LF_ERR_INVALID);
     CHECK_HAS(lf_error_text(), "dh at");
+    CHECK_STATUS(lf_experts_backward(e, NULL, offset, memory, memory, bad, memory, memory, memory, memory, 0), LF_ERR_INVALID);
+    CHECK_HAS(lf_error_text(), "h at");
     lf_experts_close(e);
     release();
 }

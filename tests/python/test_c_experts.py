@@ -42,12 +42,11 @@ class Layer:
             device, D, self.max_rows, dtypes[self.dtype], dtypes[self.grad_dtype], HIDDEN, at(self.w_gu), at(self.w_down), *grads
         )
 
-    def run(self, experts, accumulate):
+    def run(self, experts, accumulate, keep=True):
         p = lambda t: t.data_ptr()  # noqa: E731
         _C.loom_experts_forward(experts, 0, p(self.offset), p(self.xs), p(self.gu), p(self.h), p(self.ys))
-        _C.loom_experts_backward(
-            experts, 0, p(self.offset), p(self.xs), p(self.gu), p(self.dys), p(self.dgu), p(self.dh), p(self.dxs), accumulate
-        )
+        h, written = p(self.h) if keep else 0, (p(self.dgu), p(self.dh), p(self.dxs))
+        _C.loom_experts_backward(experts, 0, p(self.offset), p(self.xs), p(self.gu), h, p(self.dys), *written, accumulate)
 
     def reference(self):
         """ys, dxs, [dw_gu], [dw_down] of the routed rows by autograd in float64."""
@@ -83,6 +82,20 @@ def test_experts_match_autograd(cpu, dtype, grad_dtype, near):
     layer.run(experts, 1)
     for got, first in zip(layer.dw_gu + layer.dw_down, once):
         assert torch.equal(got, 2 * first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_h_made_again_gives_the_bits_of_h_kept(cpu, dtype):
+    layers = [Layer(dtype, torch.float32) for _ in range(2)]
+    for layer, keep in zip(layers, (True, False)):
+        layer.run(layer.open(cpu), 0, keep)
+    kept, again = layers
+    used = sum(f * n for f, n in zip(HIDDEN, COUNT))
+    for name in ("dgu", "dxs", "h"):
+        assert torch.equal(getattr(kept, name).nan_to_num(7), getattr(again, name).nan_to_num(7))
+    for a, b in zip(kept.dw_gu + kept.dw_down, again.dw_gu + again.dw_down):
+        assert torch.equal(a, b)
+    assert torch.equal(again.dh[:used], again.h[:used]) and not torch.equal(kept.dh[:used], kept.h[:used])
 
 
 def test_experts_without_gradients(cpu):
@@ -126,7 +139,7 @@ def test_wrong_arguments_are_named(cpu):
     experts = layer.open(cpu)
     with pytest.raises(TypeError, match="takes 7 arguments, got 3"):
         _C.loom_experts_forward(experts, 0, 0)
-    with pytest.raises(TypeError, match="takes 10 arguments, got 2"):
+    with pytest.raises(TypeError, match="takes 11 arguments, got 2"):
         _C.loom_experts_backward(experts, 0)
     with pytest.raises(TypeError, match="lf_experts"):
         _C.loom_experts_forward(cpu, 0, 0, 0, 0, 0, 0)
@@ -135,4 +148,6 @@ def test_wrong_arguments_are_named(cpu):
     with pytest.raises(TypeError):
         _C.loom_experts_forward(experts, 0, layer.offset.data_ptr(), "xs", 16, 16, 16)
     with pytest.raises(_C.Error, match="accumulate is 2"):
-        _C.loom_experts_backward(experts, 0, layer.offset.data_ptr(), 16, 16, 16, 16, 16, 16, 2)
+        _C.loom_experts_backward(experts, 0, layer.offset.data_ptr(), 16, 16, 0, 16, 16, 16, 16, 2)
+    with pytest.raises(_C.Error, match="h and dh are the same"):
+        _C.loom_experts_backward(experts, 0, layer.offset.data_ptr(), 16, 16, 16, 16, 16, 16, 16, 0)

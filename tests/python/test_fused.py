@@ -75,7 +75,8 @@ def test_no_trained_target_gives_zero():
     assert all(not g.any() for g in torch.autograd.grad(loss, [h, w]))
 
 
-def test_mixture_of_given_routing():
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_mixture_of_given_routing(keep_h):
     """Through the map: x, gate weights and every expert against autograd in double precision."""
     from torch import nn
 
@@ -90,7 +91,7 @@ def test_mixture_of_given_routing():
     shapes = lambda f: ((f, d), (f, d), (d, f))  # noqa: E731
     model = nn.ModuleList(nn.ParameterList(nn.Parameter(torch.randn(s) * 0.2) for s in shapes(f)) for f in sizes)
     exact = [[p.detach().double().requires_grad_() for p in row] for row in model]
-    experts = ExpertSet(ParameterMap(model), [tuple(row) for row in model])
+    experts = ExpertSet(ParameterMap(model), [tuple(row) for row in model], keep_h=keep_h)
     chosen = torch.stack([torch.randperm(3)[:k] for _ in range(n)])  # the last expert gets no row
     x, gate = torch.randn(n, d, requires_grad=True), torch.rand(n, k, requires_grad=True)
     routing = Routing(n, len(sizes), k, x.device)

@@ -71,6 +71,26 @@ def test_micro_steps_add_up_and_reruns_are_identical():
     assert all(torch.equal(found[1][n], found[2][n]) for n in found[1])
 
 
+def test_h_kept_and_made_again_give_the_same_bits():
+    config = sizes(attention="dense")
+    model, _ = woven(config)
+    images, tokens = batch(config)
+    plans, found, saved = model.__dict__["_weaving"].sets, [], []
+    assert all(plan.keep_h for plan in plans)
+    for keep in (True, False):
+        for plan in plans:
+            plan.keep_h = keep
+        model.zero_grad()
+        tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=tensors: kept.append(t) or t, lambda t: t):
+            loss = model(images, tokens).loss
+        loss.backward()
+        found.append(gradients(model))
+        saved.append(len(tensors))
+    assert saved[0] - saved[1] == len(model.layers)
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
 def test_training_follows_the_plain_model():
     config = sizes(attention="dense")
     plain, (model, held) = Gr00tN16(config), woven(config)

@@ -41,7 +41,8 @@ static void run(const experts_problem *p, const experts_output *o, lf_stream *st
 {
     lf_experts *e = open_on(p, o, trained);
     CHECK_OK(lf_experts_forward(e, stream, p->offset, p->xs, o->gu, o->h, o->ys));
-    CHECK_OK(lf_experts_backward(e, stream, p->offset, p->xs, o->gu, p->dys, o->dgu, o->dh, o->dxs, accumulate));
+    const void *h = p->keep_h ? o->h : NULL;
+    CHECK_OK(lf_experts_backward(e, stream, p->offset, p->xs, o->gu, h, p->dys, o->dgu, o->dh, o->dxs, accumulate));
     CHECK_OK(lf_stream_sync(stream));
     lf_experts_close(e);
 }
@@ -58,11 +59,16 @@ static void check_all(int32_t dtype, int32_t grad_dtype)
         for (int32_t accumulate = 0; accumulate <= 1; accumulate++) {
             experts_problem p;
             make_shape(&p, &shapes[i], dtype, grad_dtype);
-            experts_output o = make_output(&p, accumulate);
-            run(&p, &o, i % 2 ? worker : NULL, accumulate, 1);
-            check_forward(&p, &o);
-            check_backward(&p, &o, o.gu, accumulate, 1);
-            free_output(&o);
+            experts_output o[2];
+            for (p.keep_h = 0; p.keep_h <= 1; p.keep_h++) {
+                experts_output *mine = &o[p.keep_h];
+                *mine = make_output(&p, accumulate);
+                run(&p, mine, i % 2 ? worker : NULL, accumulate, 1);
+                check_forward(&p, mine);
+                check_backward(&p, mine, mine->gu, accumulate, 1);
+            }
+            check_same_but_dh(&p, &o[0], &o[1]);
+            free_output(&o[0]), free_output(&o[1]);
             free_experts(&p);
         }
 }
@@ -77,11 +83,13 @@ TEST(experts_without_gradients_leave_weights_alone)
     set_up();
     experts_problem p;
     make_shape(&p, &shapes[0], LF_DTYPE_BF16, LF_DTYPE_F32);
-    experts_output o = make_output(&p, 0);
-    run(&p, &o, NULL, 0, 0);
-    check_forward(&p, &o);
-    check_backward(&p, &o, o.gu, 0, 0);
-    free_output(&o);
+    for (p.keep_h = 0; p.keep_h <= 1; p.keep_h++) {
+        experts_output o = make_output(&p, 0);
+        run(&p, &o, NULL, 0, 0);
+        check_forward(&p, &o);
+        check_backward(&p, &o, o.gu, 0, 0);
+        free_output(&o);
+    }
     free_experts(&p);
 }
 
@@ -89,15 +97,18 @@ TEST(experts_without_gradients_leave_weights_alone)
 TEST(experts_backward_over_gu)
 {
     set_up();
-    for (int32_t dtype = LF_DTYPE_F32; dtype <= LF_DTYPE_BF16; dtype++) {
+    for (int32_t i = 0; i < 4; i++) {
+        const int32_t dtype = i < 2 ? LF_DTYPE_F32 : LF_DTYPE_BF16;
         experts_problem p;
         make_shape(&p, &shapes[0], dtype, dtype);
+        p.keep_h = i % 2;
         experts_output o = make_output(&p, 0);
         lf_experts *e = open_on(&p, &o, 1);
         CHECK_OK(lf_experts_forward(e, NULL, p.offset, p.xs, o.gu, o.h, o.ys));
         const int64_t n = 2 * p.max_rows * p.most;
         memcpy(o.dgu, o.gu, bytes_of(n, dtype));
-        CHECK_OK(lf_experts_backward(e, NULL, p.offset, p.xs, o.dgu, p.dys, o.dgu, o.dh, o.dxs, 0));
+        const void *h = p.keep_h ? o.h : NULL;
+        CHECK_OK(lf_experts_backward(e, NULL, p.offset, p.xs, o.dgu, h, p.dys, o.dgu, o.dh, o.dxs, 0));
         check_backward(&p, &o, o.gu, 0, 1);
         lf_experts_close(e);
         free_output(&o);
@@ -118,7 +129,7 @@ TEST(experts_take_other_counts)
         experts_output o = make_output(&p, 0);
         for (int32_t j = 0; j < 6; j++) p.offset[j + 1] = p.offset[j] + other[i][j];
         CHECK_OK(lf_experts_forward(e, worker, p.offset, p.xs, o.gu, o.h, o.ys));
-        CHECK_OK(lf_experts_backward(e, worker, p.offset, p.xs, o.gu, p.dys, o.dgu, o.dh, o.dxs, 0));
+        CHECK_OK(lf_experts_backward(e, worker, p.offset, p.xs, o.gu, NULL, p.dys, o.dgu, o.dh, o.dxs, 0));
         CHECK_OK(lf_stream_sync(worker));
         experts_output seen = o;
         seen.dw_gu = plan_of.dw_gu, seen.dw_down = plan_of.dw_down;
@@ -242,8 +253,8 @@ TEST(experts_calls_name_what_is_wrong)
     FORWARD(e, p.offset, p.xs, NULL, o.h, o.ys, "gu is NULL");
     FORWARD(e, p.offset, p.xs, o.gu, NULL, o.ys, "h is NULL");
     FORWARD(e, p.offset, p.xs, o.gu, o.h, NULL, "ys is NULL");
-#define BACKWARD(e_, offset_, xs_, gu_, dys_, dgu_, dh_, dxs_, add_, text_)                                      \
-    CHECK_STATUS(lf_experts_backward(e_, NULL, offset_, xs_, gu_, dys_, dgu_, dh_, dxs_, add_), LF_ERR_INVALID); \
+#define BACKWARD(e_, offset_, xs_, gu_, dys_, dgu_, dh_, dxs_, add_, text_)                                           \
+    CHECK_STATUS(lf_experts_backward(e_, NULL, offset_, xs_, gu_, o.h, dys_, dgu_, dh_, dxs_, add_), LF_ERR_INVALID); \
     CHECK_HAS(lf_error_text(), text_)
     BACKWARD(NULL, p.offset, p.xs, o.gu, p.dys, o.dgu, o.dh, o.dxs, 0, "experts is NULL");
     BACKWARD(e, NULL, p.xs, o.gu, p.dys, o.dgu, o.dh, o.dxs, 0, "offset is NULL");
@@ -253,6 +264,7 @@ TEST(experts_calls_name_what_is_wrong)
     BACKWARD(e, p.offset, p.xs, o.gu, p.dys, NULL, o.dh, o.dxs, 0, "dgu is NULL");
     BACKWARD(e, p.offset, p.xs, o.gu, p.dys, o.dgu, NULL, o.dxs, 0, "dh is NULL");
     BACKWARD(e, p.offset, p.xs, o.gu, p.dys, o.dgu, o.dh, NULL, 0, "dxs is NULL");
+    BACKWARD(e, p.offset, p.xs, o.gu, p.dys, o.dgu, o.h, o.dxs, 0, "h and dh are the same");
     BACKWARD(e, p.offset, p.xs, o.gu, p.dys, o.dgu, o.dh, o.dxs, 2, "accumulate is 2");
     int32_t bad[][7] = {{1, 2, 3, 4, 5, 6, 7}, {0, 5, 4, 9, 9, 9, 9}, {0, 0, 0, 0, 0, 0, (int32_t)p.max_rows + 1}};
     const char *texts[] = {"offset[0] is 1", "offset[2] is 4 behind 5", "offset[6] is 225, expected at most max_rows, 224"};
@@ -281,7 +293,7 @@ TEST(experts_allocate_nothing_in_steady_state)
     for (int32_t i = 0; i < 4; i++) {
         if (i == 2) lf__alloc_fail_at(0);
         CHECK_OK(lf_experts_forward(e, worker, p.offset, p.xs, o.gu, o.h, o.ys));
-        CHECK_OK(lf_experts_backward(e, worker, p.offset, p.xs, o.gu, p.dys, o.dgu, o.dh, o.dxs, 1));
+        CHECK_OK(lf_experts_backward(e, worker, p.offset, p.xs, o.gu, i % 2 ? o.h : NULL, p.dys, o.dgu, o.dh, o.dxs, 1));
         CHECK_OK(lf_stream_sync(worker));
     }
     CHECK_EQ(lf__alloc_fail_at(0), 0);

@@ -77,8 +77,8 @@ static lf_status check_call(const lf__loom_experts_args *a)
     const struct {
         const char *name;
         const void *address;
-    } arrays[] = {{"xs", a->xs},   {"gu", a->gu},   {"gu", a->gu_in}, {"h", a->h},    {"ys", a->ys},
-                  {"dys", a->dys}, {"dgu", a->dgu}, {"dh", a->dh},    {"dxs", a->dxs}};
+    } arrays[] = {{"xs", a->xs}, {"gu", a->gu},   {"gu", a->gu_in}, {"h", a->h},   {"h", a->h_in},
+                  {"ys", a->ys}, {"dys", a->dys}, {"dgu", a->dgu},  {"dh", a->dh}, {"dxs", a->dxs}};
     for (size_t i = 0; i < LF_COUNT(arrays); i++)
         LF_CHECK_ARG(is_aligned(arrays[i].address), "%s at %p, expected a 16-byte aligned address", arrays[i].name,
                      arrays[i].address);
@@ -112,13 +112,14 @@ out:
 static lf_status run_backward(const frame *f)
 {
     const lf__loom_experts_args *a = f->a;
+    void *again = a->h_in ? NULL : a->dh;
     lf_status rc;
     LF_TRY(multiply(f, LF_GEMM_DH, a->dys, NULL, a->dh, 0));
-    LF_TRY(lf__gemm_swiglu_back(f->p->gemm, a->offset, a->gu_in, a->dh, a->dgu, a->dh, f->stream));
+    LF_TRY(lf__gemm_swiglu_back(f->p->gemm, a->offset, a->gu_in, a->dh, a->dgu, again, f->stream));
     LF_TRY(multiply(f, LF_GEMM_DX, a->dgu, NULL, a->dxs, 0));
     if (!f->p->has_gradients) return LF_OK;
     LF_TRY(multiply(f, LF_GEMM_DW_GU, a->dgu, a->xs, NULL, a->accumulate));
-    LF_TRY(multiply(f, LF_GEMM_DW_DOWN, a->dys, a->dh, NULL, a->accumulate));
+    LF_TRY(multiply(f, LF_GEMM_DW_DOWN, a->dys, again ? again : a->h_in, NULL, a->accumulate));
 out:
     return rc;
 }
