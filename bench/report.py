@@ -29,7 +29,7 @@ def commit() -> str:
     found = subprocess.run(
         ["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    return found or os.environ.get("LOONGFORGE_COMMIT", "unknown")
+    return os.environ.get("LOONGFORGE_COMMIT") or found or "unknown"
 
 
 class Report:
