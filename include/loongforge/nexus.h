@@ -41,8 +41,8 @@ typedef struct lf_nexus_stats {
 } lf_nexus_stats;
 
 /** How bytes move between ranks. Functions return LF_OK or an error, with its text kept by lf_transport_fail. All ranks post
- *  the same operations in the same order. Data is memory of the map's device; dtypes are F32, BF16 and, when ranks agree on
- *  the map, I64. */
+ *  the same operations in the same order. Data is memory of the map's device; dtypes are F32, BF16 and, beside the steps, I64
+ *  and F64. */
 typedef struct lf_transport {
     size_t size;
     const char *name; /* "torch", "nccl", "mpi", "loopback" */
@@ -151,6 +151,14 @@ LF_API lf_status lf_nexus_check(lf_nexus *nexus);
 /** Wait on the host until everything posted is done: before a capture, and before memory of the map is given up.
  *  @return LF_ERR_TIMEOUT, LF_ERR_PEER. */
 LF_API lf_status lf_nexus_settle(lf_nexus *nexus);
+/** Sum a small array over all ranks, in place and in order of `stream` (NULL: done on return): statistics, agreement, the first
+ *  weights. Between steps, in the same order on every rank; may be captured.  @param dtype F64 or I64, which nobody divides.
+ *  @return LF_ERR_STATE (a step is running, whose order against this call ranks could not agree on; no transport);
+ *  LF_ERR_INVALID (another dtype); the transport's error, which ends the handle. */
+LF_API lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream);
+/** Forget a step that was begun under a capture which failed: nothing of it ran, so the handle goes on.
+ *  @return LF_OK, also when no step is running; LF_ERR_STATE (part of it ran: ranks no longer agree); the transport's error. */
+LF_API lf_status lf_nexus_cancel(lf_nexus *nexus);
 /** A graph that holds one captured step (begin, marks and finish on a capturing stream) was launched on `stream`, just now: count
  *  it and watch over it.  @return LF_ERR_STATE (nothing was captured); the handle's error. */
 LF_API lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream);

@@ -174,6 +174,7 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     nexus->event_used = false;
     nexus->native = NULL;
     nexus->capture = 0;
+    nexus->ran = false;
     nexus->running = true;
 out:
     lf__unlock(nexus->mutex);
@@ -208,7 +209,10 @@ static lf_status poll_posted(lf_nexus *nexus)
 static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_stream *stream)
 {
     const nexus_run *run = &nexus->plan.runs[nexus->plan.chunks[first].run];
-    lf_status rc = lf__nexus_call_run(nexus, 1, run->label);
+    uint64_t capture = 0;
+    lf_status rc = lf__stream_capture(stream, &capture);
+    if (rc == LF_OK && !capture) nexus->ran = true;
+    if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
     if (rc < 0) return fail_step(nexus, rc);
     for (int32_t i = first; i < end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
@@ -373,6 +377,42 @@ lf_status lf_nexus_settle(lf_nexus *nexus)
     LF_TRY(check_health(nexus));
     rc = lf__nexus_call_settle(nexus);
     if (rc < 0) LF_TRY(fail_step(nexus, rc));
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream)
+{
+    LF_CHECK_ARG(nexus && count >= 0 && (data || count == 0), "nexus or data is NULL, or count is negative");
+    LF_CHECK_ARG(dtype == LF_DTYPE_F64 || dtype == LF_DTYPE_I64, "dtype is %s, expected f64 or i64", lf_dtype_name(dtype));
+    lf_status rc = LF_OK;
+    int64_t ticket = 0;
+    lf__lock(nexus->mutex);
+    LF_TRY(check_health(nexus));
+    if (!nexus->transport.post) LF_THROW(LF_ERR_STATE, "nexus was opened without a transport and only shows the schedule");
+    if (nexus->running)
+        LF_THROW(LF_ERR_STATE,
+                 "a sum beside the gradients while a step is running: ranks could not agree which comes first; hint: "
+                 "before the backward pass, or after it");
+    rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
+    if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, stream);
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_cancel(lf_nexus *nexus)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    if (nexus->ran && (nexus->running || nexus->fault.status < 0))
+        LF_THROW(LF_ERR_STATE, "part of the step has run, so ranks no longer agree; hint: restart from a checkpoint");
+    LF_TRY(lf__nexus_call_check(nexus));
+    if (nexus->running || nexus->fault.status < 0) nexus->fault = (lf__fault){0};
+    nexus->running = false;
 out:
     lf__unlock(nexus->mutex);
     return rc;

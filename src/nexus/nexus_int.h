@@ -75,6 +75,7 @@ struct lf_nexus {
     lf__hist hist;
     uint64_t capture;         /* that this step is part of; 0: it runs */
     bool captured;            /* a whole step once was */
+    bool ran;                 /* something of this step was posted outside a capture */
     nexus_span spans[SPANS];  /* of steps that ran; none on the CPU */
     nexus_span captured_span; /* recorded anew by every replay */
     double last_exposed_s;

@@ -110,7 +110,9 @@ static lf_status open_run(nccl_link *link, lf_stream *stream)
     nccl_run *run = NULL;
     lf_status rc = LF_OK;
     LF_TRY(lf__nccl_raise(link));
-    LF_TRY(lf__stream_capture(stream, &capture));
+    rc = lf__stream_capture(stream, &capture);
+    link->broken_capture = rc < 0 || capture;
+    if (rc < 0) return rc;
     LF_TRY(capture ? take_captured(link, capture, &run, &link->open_ticket) : take_run(link, &run));
     if (!capture) link->open_ticket = link->posted;
     if (stream) {
@@ -123,6 +125,7 @@ static lf_status open_run(nccl_link *link, lf_stream *stream)
     run->bytes = 0;
     run->n_ops = 0;
     link->open = run;
+    link->broken_capture = false;
 out:
     return rc;
 }
@@ -158,10 +161,20 @@ static lf_status close_run(nccl_link *link)
     return rc;
 }
 
+static int type_of(int32_t dtype)
+{
+    switch (dtype) {
+    case LF_DTYPE_F32: return NCCL_FLOAT32;
+    case LF_DTYPE_BF16: return NCCL_BFLOAT16;
+    case LF_DTYPE_F64: return NCCL_FLOAT64;
+    case LF_DTYPE_I64: return NCCL_INT64;
+    default: return -1;
+    }
+}
+
 static lf_status all_reduce(nccl_link *link, void *data, int64_t count, int32_t dtype)
 {
-    const int type = dtype == LF_DTYPE_I64 ? NCCL_INT64 : dtype == LF_DTYPE_F32 ? NCCL_FLOAT32 : NCCL_BFLOAT16;
-    const int op = link->mean && dtype != LF_DTYPE_I64 ? NCCL_AVG : NCCL_SUM;
+    const int type = type_of(dtype), op = link->mean && (type == NCCL_FLOAT32 || type == NCCL_BFLOAT16) ? NCCL_AVG : NCCL_SUM;
     if (link->in_run && !link->in_group) {
         const lf_status rc = lf__nccl_result(link, "ncclGroupStart", link->nccl.group_start());
         if (rc < 0) return rc;
@@ -200,10 +213,16 @@ static lf_status end_run(nccl_link *link)
     return rc < 0 ? rc : closed;
 }
 
-/* Ranks no longer do the same: nothing can go on. What failed first is what is told. */
+/* Ranks no longer do the same: nothing can go on. What failed first is what is told. A capture that broke before NCCL was called ran
+ * nowhere, and leaves the link as it was. */
 static lf_status fail_link(nccl_link *link, lf_status rc)
 {
     link->in_run = false;
+    if (link->broken_capture) {
+        link->broken_capture = false;
+        link->run_label = NULL;
+        return rc;
+    }
     lf__nccl_fault(link, rc, "%s", lf_error_text());
     end_run(link);
     return lf__nccl_raise(link);
@@ -213,8 +232,7 @@ lf_status lf__nccl_post(void *user, void *data, int64_t count, int32_t dtype, lf
 {
     nccl_link *link = user;
     LF_CHECK_ARG(ticket && count >= 0 && (data || count == 0), "nccl: ticket or data is NULL, or count is negative");
-    LF_CHECK_ARG(dtype == LF_DTYPE_F32 || dtype == LF_DTYPE_BF16 || dtype == LF_DTYPE_I64,
-                 "nccl: dtype is %s, expected f32, bf16 or i64", lf_dtype_name(dtype));
+    LF_CHECK_ARG(type_of(dtype) >= 0, "nccl: dtype is %s, expected f32, bf16, f64 or i64", lf_dtype_name(dtype));
     lf_status rc = add_operation(link, data, count, dtype, stream);
     if (rc == LF_OK) *ticket = link->open_ticket;
     if (rc == LF_OK && !link->in_run) rc = end_run(link);

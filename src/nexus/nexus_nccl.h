@@ -36,7 +36,7 @@ typedef struct nccl_link {
     void *caller_comm; /* within lf__nccl_call_begin and _end */
     nccl_run *open;    /* the run that posts go into */
     int64_t open_ticket;
-    bool in_run, in_group;
+    bool in_run, in_group, broken_capture;
     const char *run_label;
     nccl_run **captured; /* runs of the newest capture; their events order, and are never asked */
     int32_t n_captured, captured_room;

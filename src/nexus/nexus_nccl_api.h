@@ -20,7 +20,7 @@ enum {
 };
 /* Reductions and types. */
 enum { NCCL_SUM = 0, NCCL_AVG = 4 };
-enum { NCCL_INT64 = 4, NCCL_FLOAT32 = 7, NCCL_BFLOAT16 = 9 };
+enum { NCCL_INT64 = 4, NCCL_FLOAT32 = 7, NCCL_FLOAT64 = 8, NCCL_BFLOAT16 = 9 };
 
 typedef struct nccl_id {
     char internal[128];

@@ -194,7 +194,7 @@ static lf_status fake_stream_capture(void *context, void *stream, uint64_t *id)
 {
     (void)context, (void)stream;
     *id = capture;
-    return LF_OK;
+    return capture == UINT64_MAX ? lf__fail(LF_ERR_STATE, "the stream's capture was invalidated by an earlier call") : LF_OK;
 }
 
 static lf_status fake_enter(void *context, int32_t *before)

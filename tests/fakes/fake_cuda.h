@@ -7,7 +7,7 @@
 
 #define FAKE_API __attribute__((visibility("default")))
 
-/** From now on every stream is part of this capture; 0: of none. Work still runs. */
+/** From now on every stream is part of this capture; 0: of none; UINT64_MAX: the capture is broken. Work runs. */
 FAKE_API void fake_cuda_capture(uint64_t id);
 /** Of the newest stream. */
 FAKE_API int32_t fake_cuda_last_priority(void);

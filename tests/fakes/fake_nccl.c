@@ -18,7 +18,7 @@
 
 enum { MOST = 8, TILE = 4096, GROUP_MOST = 512 };
 enum { OK = 0, SYSTEM = 2, INTERNAL = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum { INT64 = 4, FLOAT32 = 7, BFLOAT16 = 9, SUM = 0, AVG = 4 };
+enum { INT64 = 4, FLOAT32 = 7, FLOAT64 = 8, BFLOAT16 = 9, SUM = 0, AVG = 4 };
 #define NCCL_API __attribute__((visibility("default")))
 
 typedef struct unique_id {
@@ -152,6 +152,12 @@ static void sum_tile(const operation *o, int64_t at, int64_t n)
             int64_t sum = 0;
             for (int r = 0; r < c->world; r++) sum += ((const int64_t *)(const void *)c->room->seats[r].tile)[i];
             ((int64_t *)o->data)[at + i] = sum;
+            continue;
+        }
+        if (o->dtype == FLOAT64) {
+            double sum = 0;
+            for (int r = 0; r < c->world; r++) sum += ((const double *)(const void *)c->room->seats[r].tile)[i];
+            ((double *)o->data)[at + i] = sum;
             continue;
         }
         float sum = 0;

@@ -142,7 +142,7 @@ static float get(const void *data, int64_t i, int32_t dtype)
     return dtype == LF_DTYPE_BF16 ? lf__f32_from_bf16(((const uint16_t *)data)[i]) : (float)((const int64_t *)data)[i];
 }
 
-static const int32_t dtypes[] = {LF_DTYPE_F32, LF_DTYPE_BF16, LF_DTYPE_I64};
+static const int32_t dtypes[] = {LF_DTYPE_F32, LF_DTYPE_BF16, LF_DTYPE_I64}; /* f64: nccl_sums_beside_steps */
 static const int64_t counts[] = {0, 1, 3, 4095, 4096, 9999};
 enum { N_OPS = 18 };
 
@@ -469,6 +469,70 @@ TEST(nccl_captures)
     all_are(1, LF_OK);
 }
 
+/* A capture that breaks in the middle of a step ran nowhere: the step is forgotten and the handle goes on. */
+static void broken_capture(rank *r)
+{
+    lf_map *map = make_map();
+    lf_nexus *nexus = NULL;
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (r->status == LF_OK) r->t.close = NULL;
+    if (r->status == LF_OK) r->status = one_step(r, nexus, map, 0);
+    for (int32_t how = 0; how < 2 && r->status == LF_OK; how++) {
+        fake.capture(9);
+        r->status = lf_nexus_begin(nexus);
+        for (int32_t k = lf_map_n_blocks(map) - 1; k >= 3 && r->status == LF_OK; k--)
+            r->status = lf_nexus_mark(nexus, k, r->stream);
+        fake.capture(how ? UINT64_MAX : 0); /* the caller's own code fails, or ours finds the capture broken */
+        if (how && lf_nexus_finish(nexus, r->stream) != LF_ERR_STATE) WRONG("finishing a broken capture");
+        if (r->status == LF_OK) r->status = lf_nexus_cancel(nexus);
+        fake.capture(0);
+        if (r->status == LF_OK) r->status = one_step(r, nexus, map, 1);
+        if (r->status == LF_OK) check_step(r, map, 1);
+    }
+    if (r->status == LF_OK) r->status = lf_nexus_cancel(nexus); /* nothing to forget */
+    if (r->status == LF_OK) r->status = lf_nexus_begin(nexus);
+    for (int32_t k = lf_map_n_blocks(map) - 1; k >= 3 && r->status == LF_OK; k--) r->status = lf_nexus_mark(nexus, k, r->stream);
+    if (lf_nexus_cancel(nexus) != LF_ERR_STATE) WRONG("a step that ran was cancelled");
+    double x = 1;
+    if (lf_nexus_reduce(nexus, &x, 1, LF_DTYPE_F64, r->stream) != LF_ERR_STATE) WRONG("a sum in the middle of a step");
+    if (r->status == LF_OK) r->status = lf_nexus_finish(nexus, r->stream);
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+TEST(nccl_forgets_a_broken_capture)
+{
+    prepare(1, broken_capture);
+    ranks[0].opts.chunk_bytes = 4096;
+    run_ranks(1);
+    all_are(1, LF_OK);
+}
+
+static void sums_beside_steps(rank *r)
+{
+    lf_map *map = make_map();
+    lf_nexus *nexus = NULL;
+    double x[3] = {1, 0.5 + r->rank, -r->rank};
+    int64_t n = INT64_C(1) << 40;
+    float f = 1;
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (r->status == LF_OK) r->t.close = NULL;
+    if (r->status == LF_OK) r->status = lf_nexus_reduce(nexus, x, 3, LF_DTYPE_F64, r->stream);
+    if (r->status == LF_OK) r->status = lf_nexus_reduce(nexus, &n, 1, LF_DTYPE_I64, NULL);
+    if (r->status == LF_OK && n != INT64_C(1) << 41) WRONG("not done on return, or wrong");
+    if (r->status == LF_OK) r->status = lf_stream_sync(r->stream);
+    if (r->status == LF_OK && (x[0] != 2 || x[1] != 2 || x[2] != -1)) WRONG("sums %g %g %g", x[0], x[1], x[2]);
+    if (lf_nexus_reduce(nexus, &f, 1, LF_DTYPE_F32, NULL) != LF_ERR_INVALID) WRONG("f32 might be divided");
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+TEST(nccl_sums_beside_steps)
+{
+    prepare(2, sums_beside_steps);
+    for (int32_t i = 0; i < 2; i++) snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "mean"); /* divides gradients, not these */
+    run_ranks(2);
+    all_are(2, LF_OK);
+}
+
 static lf_status sleep_500_ms(void *user)
 {
     (void)user;
@@ -539,7 +603,7 @@ TEST(nccl_refuses)
     CHECK_OK(lf_nccl_open(&o, device(), 0, 1, id, &t));
     float x = 1;
     int64_t ticket = 0;
-    CHECK_STATUS(t.post(t.user, &x, 1, LF_DTYPE_F64, NULL, &ticket), LF_ERR_INVALID);
+    CHECK_STATUS(t.post(t.user, &x, 1, LF_DTYPE_F16, NULL, &ticket), LF_ERR_INVALID);
     CHECK_STATUS(t.post(t.user, NULL, 1, LF_DTYPE_F32, NULL, &ticket), LF_ERR_INVALID);
     CHECK_STATUS(t.wait(t.user, 0, NULL, 1), LF_ERR_INVALID);
     CHECK_STATUS(t.query(t.user, 0), LF_ERR_INVALID);
