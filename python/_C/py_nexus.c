@@ -119,6 +119,22 @@ static void close_unused(const lf_transport *t)
     if (t->close) t->close(t->user);
 }
 
+/* ("nccl", rank, world, id): meet the other ranks. */
+static lf_status open_nccl(const box *b, PyObject *how, const lf_nexus_options *o, lf_transport *t)
+{
+    const char *word, *id;
+    Py_ssize_t n;
+    int rank, world;
+    lf_status rc;
+    if (!PyArg_ParseTuple(how, "siiy#", &word, &rank, &world, &id, &n)) return LF_AGAIN;
+    if (strcmp(word, "nccl") != 0 || n != LF_NCCL_ID_BYTES) {
+        PyErr_Format(PyExc_ValueError, "transport is '%s' with %zd bytes, expected 'nccl' with %d", word, n, LF_NCCL_ID_BYTES);
+        return LF_AGAIN;
+    }
+    LFPY_FREE_GIL(rc = lf_nccl_open(o, b->device, rank, world, (const uint8_t *)id, t));
+    return rc;
+}
+
 static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_options *o)
 {
     lf_transport t = {.size = sizeof t};
@@ -127,11 +143,15 @@ static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_opt
     if (PyUnicode_Check(transport)) {
         if (!word) return -1;
         if (strcmp(word, "loopback") != 0) {
-            PyErr_Format(PyExc_ValueError, "transport is '%s', expected 'loopback' or an object with rank, world, post and wait",
-                         word);
+            PyErr_Format(
+                PyExc_ValueError,
+                "transport is '%s', expected 'loopback', ('nccl', rank, world, id) or an object with rank, world, post, wait",
+                word);
             return -1;
         }
         rc = lf_loopback_open(1, &t);
+    } else if (PyTuple_Check(transport)) {
+        if ((rc = open_nccl(b, transport, o, &t)) == LF_AGAIN) return -1; /* an exception is set */
     } else if (transport != Py_None && adopt_object(b, transport, &t) < 0) {
         return -1;
     }
@@ -143,8 +163,8 @@ static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_opt
     return rc < 0 ? -1 : 0;
 }
 
-/* nexus_open(map, transport, dict or None) -> handle. transport: None (the schedule alone), "loopback" (one rank), or an object:
- * rank, world, post(address, count, dtype, stream) -> ticket, wait(ticket, stream, timeout_s), optional query(ticket) -> bool. */
+/* nexus_open(map, transport, dict or None) -> handle. transport: None (the schedule alone), "loopback" (one rank),
+ * ("nccl", rank, world, id), or an object: rank, world, post(address, count, dtype, stream) -> ticket, wait(ticket, stream, timeout_s), optional query(ticket) -> bool. */
 static PyObject *nexus_open(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -220,6 +240,60 @@ static PyObject *nexus_finish(PyObject *self, PyObject *const *args, Py_ssize_t 
     return answer(rc);
 }
 
+/* nexus_reduce(nexus, address, count, dtype, stream): a sum beside the steps */
+static PyObject *nexus_reduce(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 5) return PyErr_Format(PyExc_TypeError, "nexus_reduce takes 5 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    const unsigned long long address = b ? PyLong_AsUnsignedLongLong(args[1]) : 0;
+    const long long count = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
+    const long dtype = PyErr_Occurred() ? 0 : PyLong_AsLong(args[3]);
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || PyErr_Occurred() || take_stream(b, args[4], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_reduce(b->nexus, lfpy_ptr(address), count, (int32_t)dtype, stream));
+    return answer(rc);
+}
+
+/* nexus_check(nexus), nexus_settle(nexus), nexus_cancel(nexus) */
+static PyObject *call_plain(PyObject *handle, lf_status (*fn)(lf_nexus *))
+{
+    box *b = lfpy_get(handle, "lf_nexus");
+    lf_status rc;
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = fn(b->nexus));
+    return answer(rc);
+}
+static PyObject *nexus_check(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    return call_plain(handle, lf_nexus_check);
+}
+static PyObject *nexus_settle(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    return call_plain(handle, lf_nexus_settle);
+}
+static PyObject *nexus_cancel(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    return call_plain(handle, lf_nexus_cancel);
+}
+
+/* nexus_replayed(nexus, stream) */
+static PyObject *nexus_replayed(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "nexus_replayed takes 2 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_replayed(b->nexus, stream));
+    return answer(rc);
+}
+
 /* ---- questions ------------------------------------------------------------------------------------------------------- */
 
 /* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run}, …] in the order of posting */
@@ -257,6 +331,45 @@ static PyObject *nexus_stats(PyObject *self, PyObject *handle)
                          "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s);
 }
 
+/* nexus_describe(nexus) -> one line on the transport */
+static PyObject *nexus_describe(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    char text[512];
+    box *b = lfpy_get(handle, "lf_nexus");
+    lf_status rc;
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_describe(b->nexus, text, sizeof text));
+    return rc < 0 ? lfpy_raise(rc) : PyUnicode_FromString(text);
+}
+
+/* nccl_version(dict or None) -> (22809, "2.28.9"); raises Error when there is no NCCL that can be used */
+static PyObject *nccl_version(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *options = Py_None;
+    lf_nexus_options o;
+    int32_t version;
+    char text[32];
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "|O", &options) || lfpy_options("nexus", &o, sizeof o, options) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nccl_version(&o, &version, text, sizeof text));
+    return rc < 0 ? lfpy_raise(rc) : Py_BuildValue("is", (int)version, text);
+}
+
+/* nccl_id(dict or None) -> the bytes by which ranks meet, made on one of them */
+static PyObject *nccl_id(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *options = Py_None;
+    lf_nexus_options o;
+    uint8_t id[LF_NCCL_ID_BYTES];
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "|O", &options) || lfpy_options("nexus", &o, sizeof o, options) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nccl_id(&o, id));
+    return rc < 0 ? lfpy_raise(rc) : PyBytes_FromStringAndSize((const char *)id, sizeof id);
+}
+
 #define FAST(name, help)                                              \
     {                                                                 \
 #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, help \
@@ -266,6 +379,14 @@ PyMethodDef lfpy_nexus_methods[] = {
     {"nexus_begin", nexus_begin, METH_O, "Start a step's reductions."},
     FAST(nexus_mark, "A block's gradient is final: (nexus, index, stream)."),
     FAST(nexus_finish, "Post what is left and wait: (nexus, stream)."),
+    FAST(nexus_reduce, "Sum f64 or i64 over ranks, between steps: (nexus, address, count, dtype, stream)."),
+    FAST(nexus_replayed, "A captured step was launched: (nexus, stream)."),
+    {"nexus_check", nexus_check, METH_O, "Raises what ended the handle, also what nobody has asked for yet."},
+    {"nexus_settle", nexus_settle, METH_O, "Wait until everything posted is done."},
+    {"nexus_cancel", nexus_cancel, METH_O, "Forget a step whose capture failed."},
+    {"nexus_describe", nexus_describe, METH_O, "One line on the transport."},
+    {"nccl_version", nccl_version, METH_VARARGS, "Version of the NCCL that would be used, as number and text."},
+    {"nccl_id", nccl_id, METH_VARARGS, "Bytes by which ranks meet, made on one of them."},
     {"nexus_chunks", nexus_chunks, METH_O, "The schedule, a dict a chunk, in the order of posting."},
     {"nexus_stats", nexus_stats, METH_O, "Counts and times so far."},
     {NULL, NULL, 0, NULL},

@@ -35,6 +35,8 @@ class StepGraph:
     be a tensor of the batch or in memory of the device.
     batch: tensors, or values that are the same whenever the shapes are. Each new set of shapes makes `warmup` eager steps, all
     of them real steps, and one capture; at most `max_shapes` are captured, further ones stay eager.
+    sync: the model's NexusSync, needed with several ranks. All ranks must then give the same sequence of shapes; they capture
+    together, or stay eager together.
     clip: largest norm of the gradient, 0 for none. clock: a step clock (`_C.clock_open`) that is told what is computing and what
     is the optimizer.
 
@@ -52,15 +54,19 @@ class StepGraph:
         max_shapes: int = 8,
         enabled: bool = True,
         clock=None,
+        sync=None,
     ):
         self.forward_backward, self.optimizer, self.clip = forward_backward, optimizer, clip
         self.warmup, self.max_shapes, self.clock = warmup, max_shapes, clock
+        self.sync = sync if sync is not None and sync.world > 1 else None
         self.device = optimizer.map.torch_device
         self.reason = None
         if not enabled:
             self.reason = "switched off"
         elif self.device.type != "cuda":
             self.reason = f"CUDA graphs need CUDA, the model is on {self.device}"
+        elif self.sync is not None and not self.sync.capturable:
+            self.reason = "reductions over ranks can be captured by NexusSync's nccl transport only"
         self.norm: torch.Tensor | None = None  # () f64: of the last step's gradient, before clipping
         self._captured: dict = {}
         self._seen: dict = {}
@@ -137,6 +143,10 @@ class StepGraph:
         graph, sweeps = torch.cuda.CUDAGraph(), None
         gc.collect()  # a live autograd graph of before would break the capture
         torch.cuda.synchronize(self.device)
+        failure = None
+        if self.sync is not None:
+            self.sync.settle()
+            self.sync.agree(True)  # nobody captures while another rank still runs eagerly
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 with self._marked("compute"):
@@ -146,18 +156,32 @@ class StepGraph:
                         sweeps = optimizer.plan()
                         optimizer.apply(sweeps)
         except Exception as error:
-            self._give_up(error)
-            return None
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         finally:
             optimizer.grad_scale, optimizer._max_norm = 1.0, None
             optimizer.zero_grad()
+        if failure is not None or self.sync is not None:
+            failure = self._agree(failure)
+        if failure is not None:
+            self._give_up(failure)
+            return None
         return _Captured(graph, slots, out, norm, sweeps)
 
-    def _give_up(self, error: Exception) -> None:
-        cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        self.reason = f"capturing the step failed: {cause}"
+    def _agree(self, failure: str | None) -> str | None:
+        """All ranks replay or none does: a failure of one is everyone's."""
         gc.collect()
         torch.cuda.synchronize(self.device)
+        if self.sync is None:
+            return failure
+        if failure is not None:
+            self.sync.cancel()
+        if self.sync.agree(failure is None):
+            return None
+        self.sync.cancel()
+        return failure or "on another rank"
+
+    def _give_up(self, cause: str) -> None:
+        self.reason = f"capturing the step failed: {cause}"
         warnings.warn(
             f"{self.reason}; steps run eagerly. hint: forward_backward must not read values of the device, and no graph of "
             "an earlier step may be alive",
@@ -174,6 +198,8 @@ class StepGraph:
                 slot.copy_(given, non_blocking=True)
         optimizer.advance(captured.sweeps)
         captured.graph.replay()
+        if self.sync is not None:
+            self.sync.replayed()
         optimizer.finish(captured.sweeps)
         self.norm = captured.norm
         return captured.out

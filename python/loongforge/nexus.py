@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C
-from .mapping import ParameterMap, current, map_of, refuse_wrapper
-from .streams import TORCH_DTYPES, borrow, stream_of
+from . import _C, nccl
+from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
+from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
 
 _ONE_PASS = "`with sync.no_sync():` around all backward passes but the last, and no reentrant checkpointing"
 _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
@@ -53,15 +53,16 @@ class TorchTransport:
 
 
 class _ReduceStats:
-    def __init__(self, world: int = 1, group=None):
-        self.world, self.group = world, group
+    def __init__(self, sync: NexusSync | None = None):
+        self.sync = weakref.ref(sync) if sync is not None else None
 
     def __call__(self, stats: torch.Tensor) -> torch.Tensor:
-        if self.world == 1:
+        if self.sync is None:
             return stats
-        total = stats.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+        sync = self.sync()
+        if sync is None:
+            raise RuntimeError("the NexusSync that summed these statistics is gone; hint: keep it as long as the model")
+        return sync.sum(stats)
 
     def __deepcopy__(self, memo):
         return _ReduceStats()
@@ -77,9 +78,20 @@ class NexusSync:
     comm_strategy: hybrid, dense or sparse; other options of section [nexus] by name (`loongforge config nexus`).
     When `loss.backward()` returns, gradients are reduced. `with sync.no_sync():` around all micro steps but the last.
     Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.
+    transport: "nccl" sums by NCCL on a communicator of its own, "torch" through the process group; default: nccl where every rank
+    has a GPU of its own, else torch, and `note` says why. The group only helps ranks meet then, so gloo will do.
     """
 
-    def __init__(self, model: nn.Module, comm_strategy: str = "hybrid", *, group=None, priority: int | None = None, **options):
+    def __init__(
+        self,
+        model: nn.Module,
+        comm_strategy: str = "hybrid",
+        *,
+        group=None,
+        transport: str | None = None,
+        priority: int | None = None,
+        **options,
+    ):
         refuse_wrapper(model, "NexusSync")
         if any(s.map.model is model for s in list(_syncs)):
             raise RuntimeError("the model has a NexusSync already: two would reduce its gradients twice; hint: close() the first")
@@ -89,7 +101,7 @@ class NexusSync:
             self.options["priority"] = priority
         self.group = group
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-        self.transport = TorchTransport(self.map.device, group) if self.world > 1 else "loopback"
+        self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
         self._open()
         self.broadcast_state()
@@ -100,8 +112,28 @@ class NexusSync:
         self.map.on_replan(self._reopen)
         _syncs.add(self)
 
+    def _choose(self, wanted: str | None) -> tuple:
+        """-> name of the transport, and what a user should know about that. Collective."""
+        if wanted not in (None, "nccl", "torch"):
+            raise ValueError(f"transport is {wanted!r}, expected 'nccl' or 'torch'")
+        if self.world == 1:
+            return "loopback", None
+        if wanted == "torch":
+            return "torch", None
+        why = nccl.why_not(self.map.torch_device, self.group, self.options)
+        if why and wanted == "nccl":
+            raise RuntimeError(f"transport nccl cannot be used: {why}")
+        if why and self.map.torch_device.type == "cuda":
+            return "torch", f"gradients go through torch.distributed: {why}"
+        return ("torch" if why else "nccl"), None
+
     def _open(self) -> None:
-        self.handle = _C.nexus_open(self.map.handle, self.transport, self.options)
+        how = self.transport
+        if how == "torch":
+            how = TorchTransport(self.map.device, self.group)
+        elif how == "nccl":
+            how = nccl.meet(self.group, self.options)
+        self.handle = _C.nexus_open(self.map.handle, how, self.options)
         self._begun = False
         self._marked: set = set()
         self._reduced: dict = {}  # block index -> (starts, version) of its gradient when it was reduced
@@ -163,13 +195,81 @@ class NexusSync:
 
     def broadcast_state(self) -> None:
         """Rank 0's weights, masters and moments to all ranks: done once when NexusSync is made, as DDP does."""
-        if self.world > 1:
-            self.map.broadcast(self.group)
+        if self.transport != "nccl":
+            if self.world > 1:
+                self.map.broadcast(self.group)
+            return
+        for klass, info in enumerate(_C.map_classes(self.map.handle)):
+            for role, dtype in enumerate(info["role_dtype"]):
+                if dtype and role != GRAD and info["count"]:
+                    flat = torch.utils.dlpack.from_dlpack(_C.map_flat(self.map.handle, klass, 0, info["count"], role))
+                    if dist.get_rank(self.group):
+                        flat.zero_()
+                    self._sum_words(flat.view(torch.int64))  # bits of rank 0 and nothing: exact
+        self.map.weights_written(self.map.blocks)
+
+    # ---- beside the gradients -----------------------------------------------------------------------------------------------
+
+    def _sum_words(self, flat: torch.Tensor) -> None:
+        """flat: (n) f64 or i64 on the model's device, summed over ranks in place, in order of the current stream"""
+        _C.nexus_reduce(self.handle, flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], stream_of(self.map.torch_device))
+
+    def sum(self, stats: torch.Tensor) -> torch.Tensor:
+        """stats: any shape -> its sum over ranks. Outside of backward, in the same order on every rank; may be captured.
+
+        It goes where the gradients go: a second communicator that works beside the first could deadlock with it."""
+        if self.world == 1:
+            return stats
+        if self.transport != "nccl":
+            total = stats.clone()
+            dist.all_reduce(total, group=self.group)
+            return total
+        wide = torch.float64 if stats.is_floating_point() else torch.int64
+        total = stats.detach().to(device=self.map.torch_device, dtype=wide, memory_format=torch.contiguous_format, copy=True)
+        self._sum_words(total)
+        return total.to(device=stats.device, dtype=stats.dtype)
+
+    def agree(self, good: bool) -> bool:
+        """Whether it is good on every rank. The host waits for all of them. Outside of backward and of captures."""
+        votes = self.sum(torch.tensor([float(good)], dtype=torch.float64, device=self.map.torch_device)).item()
+        self.check()  # after a failure the votes mean nothing
+        return votes == self.world
 
     @property
     def reduce_stats(self):
-        """Callable: the sum of a small tensor over ranks, for a model's balance loss. In a copy of the model it sums nothing."""
-        return _ReduceStats(self.world, self.group)
+        """Callable: `sum`, for a model's balance loss. In a copy of the model it sums nothing."""
+        return _ReduceStats(self if self.world > 1 else None)
+
+    # ---- health and captures ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what went wrong with any collective so far, also one that nobody waited for: once a step, before a save."""
+        _C.nexus_check(self.handle)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may hold a step with its reductions."""
+        return self.world == 1 or self.transport == "nccl"
+
+    def settle(self) -> None:
+        """Wait until nothing is under way: before a capture."""
+        _C.nexus_settle(self.handle)
+
+    def replayed(self) -> None:
+        """A graph with a captured step was launched on the current stream: it is counted and watched. Raises as `check` does."""
+        if self.world > 1:
+            _C.nexus_replayed(self.handle, stream_of(self.map.torch_device))
+
+    def cancel(self) -> None:
+        """A capture failed in the middle of a step: forget it."""
+        self._begun = False
+        self._marked.clear()
+        self._reduced = {}
+        _C.nexus_cancel(self.handle)
+
+    def describe(self) -> str:
+        """One line: which library moves gradients, and what of it is used."""
+        return _C.nexus_describe(self.handle)
 
     @staticmethod
     def backward_hook(module, grad_input, grad_output) -> None:

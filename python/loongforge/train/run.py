@@ -189,7 +189,7 @@ class Run:
             micro_steps=o["micro_steps"],
             clip=o["clip"],
             bf16=self.bf16,
-            capture=o["capture"] and self.ranks.world == 1,
+            capture=o["capture"],
             clock=self.clock,
         )
         firsts = [(micro * self.ranks.world + self.ranks.rank) * self.batch for micro in range(o["micro_steps"])]
@@ -262,6 +262,10 @@ class Run:
         if self.device_note:
             self.console.line("note: " + self.device_note)
         self.console.line(self.map.describe())
+        if self.ranks.world > 1:
+            self.console.line(self.sync.describe())
+        if self.sync.note:
+            self.console.line("note: " + self.sync.note)
         for sentence in self.sync.ignored_environment:
             self.console.line("warning: " + sentence)
 
@@ -281,6 +285,7 @@ class Run:
         self.step = step
         if self.vault.due(step) and step < o["steps"]:
             self._collect(0)  # a step that went wrong is known before it is saved
+            self.sync.check()
             _C.clock_part_begin(clock, "io")
             self._save()
             _C.clock_part_end(clock, "io")
