@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finding NCCL. */
 #include <dlfcn.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -8,6 +9,8 @@
 #include "nexus_nccl_api.h"
 
 #define SONAME "libnccl.so.2"
+
+static void *_Atomic ours; /* the newest library that was not there before */
 
 typedef struct symbol {
     const char *name;
@@ -64,8 +67,11 @@ lf_status lf__nccl_load(lf__nccl *nccl, const char *path)
     char version[24], least[24];
     *nccl = (lf__nccl){0};
     nccl->library = dlopen(where, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    nccl->was_loaded = nccl->library != NULL;
-    if (!nccl->library) nccl->library = dlopen(where, RTLD_NOW | RTLD_LOCAL);
+    nccl->was_loaded = nccl->library != NULL && nccl->library != atomic_load(&ours);
+    if (!nccl->library) {
+        nccl->library = dlopen(where, RTLD_NOW | RTLD_LOCAL);
+        atomic_store(&ours, nccl->library);
+    }
     if (!nccl->library)
         return LF_FAIL(LF_ERR_UNSUPPORTED, "no NCCL: %s; hint: PyTorch's CUDA builds bring it, or set nccl_library", dlerror());
     void *get_version = dlsym(nccl->library, "ncclGetVersion");

@@ -6,7 +6,7 @@ usage: loongforge [--verbose | --quiet] COMMAND [ARGUMENTS]
   train     train a model; --resume goes on where a run stopped
   vault     checkpoints: list, verify, merge
   mem       lifetime tables: plan, table
-  sync      gradient reduction: the schedule of a layout
+  sync      gradient reduction: the schedule of a layout, a benchmark
   config    every option with its default, range and meaning; --toml makes a file
   doctor    what this machine has, what is missing and what that means
   version   versions of the library and its interface

@@ -32,5 +32,43 @@ $ loongforge sync plan missing.json
 loongforge: unable to open missing.json: No such file or directory
 ? 1
 $ loongforge sync wild m.json
-loongforge: sync 'wild', expected plan; hint: --help lists the arguments
+loongforge: sync 'wild', expected plan or bench; hint: --help lists the arguments
 ? 2
+$ loongforge sync plan
+loongforge: sync plan wants a layout; hint: --help lists the arguments
+? 2
+$ loongforge sync bench --ranks 3 --sizes 64KiB,1MiB --chunks 32KiB,1MiB --iterations 2 | cut -c1-39
+       bytes        chunk dtype   wrong
+    1.00 MiB          one   f32       0
+    1.00 MiB    32.00 KiB   f32       0
+   64.00 KiB          one   f32       0
+   64.00 KiB    32.00 KiB   f32       0
+$ loongforge sync bench --dtype bf16 --sizes 100000 --chunks 64KiB --iterations 2 --json | sed 's/"name.*"dtype/"dtype/; s/"p50_us.*wrong/"wrong/'
+{"dtype": "bf16", "bytes": 99968, "chunk_bytes": 99968, "wrong": 0}
+{"dtype": "bf16", "bytes": 99968, "chunk_bytes": 65536, "wrong": 0}
+$ loongforge sync bench --sizes 1Mx
+loongforge: --sizes '1Mx', expected up to 32 byte counts such as 1MiB,16MiB; hint: --help lists the arguments
+? 2
+$ loongforge sync bench --dtype f16
+loongforge: --dtype 'f16', expected f32 or bf16; hint: --help lists the arguments
+? 2
+$ loongforge sync bench --transport pigeon
+loongforge: --transport 'pigeon', expected loopback or nccl; hint: --help lists the arguments
+? 2
+$ loongforge sync bench --iterations 0
+loongforge: --iterations '0', expected a whole number from 1 to 10000; hint: --help lists the arguments
+? 2
+$ export LD_LIBRARY_PATH=$LF_NCCL_FAKES WORLD_SIZE=2; RANK=1 loongforge sync bench --transport nccl --meet meet1 --sizes 20KiB --chunks 8KiB --iterations 2 >other 2>&1 & them=$!; LD_LIBRARY_PATH=$LF_NCCL_FAKES WORLD_SIZE=2 RANK=0 loongforge sync bench --transport nccl --meet meet1 --sizes 20KiB --chunks 8KiB --iterations 2 | cut -c1-39; wait $them; echo "other: $?"; cat other; ls meet1
+NCCL 2.28.9 (loaded by us), rank 0 of 2
+       bytes        chunk dtype   wrong
+   20.00 KiB          one   f32       0
+   20.00 KiB     8.00 KiB   f32       0
+other: 0
+ls: cannot access 'meet1': No such file or directory
+? 2
+$ LD_LIBRARY_PATH=$LF_NCCL_FAKES FAKE_NCCL_VERSION=2700 loongforge sync bench --transport nccl --meet meet2
+loongforge: libnccl.so.2 is NCCL 2.7.0, expected 2.10.0 or newer
+? 1
+$ LD_LIBRARY_PATH=$LF_NCCL_FAKES WORLD_SIZE=2 RANK=1 loongforge sync bench --transport nccl --meet meet3 --timeout_s 0.1
+loongforge: rank 1: meet3 did not come within 0.1 s; hint: does rank 0 run, and see this folder?
+? 1

@@ -19,7 +19,7 @@
     X(train, "train a model; --resume goes on where a run stopped")                         \
     X(vault, "checkpoints: list, verify, merge")                                            \
     X(mem, "lifetime tables: plan, table")                                                  \
-    X(sync, "gradient reduction: the schedule of a layout")                                 \
+    X(sync, "gradient reduction: the schedule of a layout, a benchmark")                    \
     X(config, "every option with its default, range and meaning; --toml makes a file")      \
     X(doctor, "what this machine has, what is missing and what that means")                 \
     X(version, "versions of the library and its interface")                                 \

@@ -3,13 +3,15 @@
 #include <jansson.h>
 #include <string.h>
 
-#include "cmd.h"
+#include "sync.h"
 
-static const char usage[] = "sync plan LAYOUT.json";
+static const char usage[] = "sync (plan LAYOUT.json | bench)";
 static const char help[] =
     "LAYOUT.json is a list of parameters: {\"name\", \"shape\", \"dtype\" (f32, bf16, f16), \"layer\" (a number, -1 or \"embed\",\n"
     "\"tail\"), \"expert\" (optional), \"frozen\" (optional), \"tied_to\" (optional: an earlier name)}.\n"
-    "plan prints the groups, and the chunks in the order in which every rank posts them.";
+    "plan prints the groups, and the chunks in the order in which every rank posts them.\n"
+    "bench sums arrays of every size over ranks, as one operation and in chunks, checks each sum and times it. loopback: ranks are\n"
+    "threads; nccl: processes, one a GPU, started by `torchrun --no-python --nproc-per-node N loongforge sync bench …`.";
 
 /* Where the text of a bad entry goes: one line for the user. */
 typedef struct entry {
@@ -201,9 +203,32 @@ int lf_cmd_sync(int argc, char **argv)
     if (lf_options_init("map", &map, sizeof map) < 0 || lf_options_init("nexus", &nexus, sizeof nexus) < 0)
         return cmd_fail_lf(NULL);
     const cmd_section sections[] = {{"nexus", &nexus}, {"map", &map}};
-    cmd_spec spec = {.usage = usage, .help = help, .sections = sections, .n_sections = 2, .min_words = 2, .max_words = 2};
+    sync_bench_args bench = {0};
+    const cmd_extra extras[] = {
+        {"transport", "NAME", "bench: loopback (default) or nccl", &bench.transport, NULL},
+        {"sizes", "LIST", "bench: bytes of the arrays (1MiB,16MiB,64MiB)", &bench.sizes, NULL},
+        {"chunks", "LIST", "bench: bytes of one operation (1MiB,16MiB), launched in runs of run_bytes", &bench.chunks, NULL},
+        {"dtype", "NAME", "bench: f32 (default) or bf16", &bench.dtype, NULL},
+        {"ranks", "N", "bench, loopback: threads that take part (2)", &bench.ranks, NULL},
+        {"iterations", "N", "bench: timed sums of each kind (20)", &bench.iterations, NULL},
+        {"meet", "FILE", "bench, nccl: file by which ranks meet; a new name for every run, in a folder that all see", &bench.meet,
+         NULL},
+        {"json", NULL, "bench: one object a line", NULL, &bench.json},
+    };
+    cmd_spec spec = {.usage = usage,
+                     .help = help,
+                     .sections = sections,
+                     .n_sections = 2,
+                     .extras = extras,
+                     .n_extras = sizeof extras / sizeof *extras,
+                     .min_words = 1,
+                     .max_words = 2};
     int code = cmd_parse(&spec, argc, argv);
     if (code != CMD_GO) return code;
-    if (strcmp(spec.words[0], "plan") != 0) return cmd_fail_usage("sync '%s', expected plan", spec.words[0]);
+    if (strcmp(spec.words[0], "bench") == 0)
+        return spec.n_words == 1 ? cmd_sync_bench(&bench, &nexus)
+                                 : cmd_fail_usage("argument '%s' is one too many", spec.words[1]);
+    if (strcmp(spec.words[0], "plan") != 0) return cmd_fail_usage("sync '%s', expected plan or bench", spec.words[0]);
+    if (spec.n_words < 2) return cmd_fail_usage("sync plan wants a layout");
     return plan(spec.words[1], &map, &nexus);
 }
