@@ -18,7 +18,9 @@ _LAZY = {
     "CheckpointVault": "vault",
     "AdamW": "optim",
     "ParameterMap": "mapping",
-    "accelerate": "accelerate",
+    "accelerate": "acceleration",
+    "undo": "acceleration",
+    "StepGraph": "graph",
 }
 __all__ = [*_LAZY, "Error", "__version__"]
 

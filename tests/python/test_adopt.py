@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import loongforge
-from loongforge import AdamW, ParameterMap, accelerate
-from loongforge.accelerate import undo
+from loongforge import AdamW, ParameterMap, accelerate, undo
 from loongforge.mapping import map_of
 
 

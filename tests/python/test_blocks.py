@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from loongforge import AdamW, accelerate, blocks
-from loongforge.accelerate import undo
+from loongforge import AdamW, accelerate, blocks, undo
 from loongforge.loom import Routing
 from loongforge.mapping import map_of
 from loongforge.places import is_kept_in_f32, locate

@@ -8,8 +8,7 @@ import os
 import pytest
 import torch
 
-from loongforge import AdamW, accelerate, blocks
-from loongforge.accelerate import undo
+from loongforge import AdamW, accelerate, blocks, undo
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

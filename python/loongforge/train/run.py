@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, Error
-from ..accelerate import accelerate
+from ..acceleration import accelerate
 from ..loader import DataFusionLoader, LMDataset
 from ..models.gr00t_n16 import Gr00tN16, preset
 from ..nexus import NexusSync
