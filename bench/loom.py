@@ -187,7 +187,7 @@ def main():
         report.add("loom.tok_s", round(tokens / seconds), "token/s")
         report.add("loom.of_roof", round(tokens / seconds), "token/s", "sum of the best library calls (DESIGN 6)", 211000)
     peers = (
-        ("strong", "grouped_mm padded, fused AdamW", GroupedMoE, True, False, a.steps),
+        ("strong", "grouped_mm padded, fused AdamW, eager", GroupedMoE, True, False, a.steps),
         ("compiled", "grouped_mm padded, fused AdamW, torch.compile", GroupedMoE, True, True, a.steps),
         ("sorted", "sorted loop over experts, AdamW", SortedMoE, False, False, 3),
         ("stock", "loop over experts, AdamW", StockMoE, False, False, 3),
@@ -200,10 +200,11 @@ def main():
         if seconds is None:
             report.add(f"peer.tok_s/{key}", round(tokens / s), "token/s")
             continue
-        name = {"compiled": "loom.vs_strong", "stock": "loom.vs_stock"}.get(key, f"loom.vs_{key}")
+        name = {"compiled": "loom.vs_strong", "strong": "loom.vs_strong_eager"}.get(key, f"loom.vs_{key}")
         report.add(name, round(tokens / seconds), "token/s", label, round(tokens / s))
-        if key == "compiled":
-            report.add("loom.peak_vs_strong", round(peak / 1e9, 1), "GB", label, round(p / 1e9, 1))
+        if key in ("strong", "compiled"):
+            name = "loom.peak_vs_strong" if key == "strong" else "loom.peak_vs_compiled"
+            report.add(name, round(peak / 1e9, 1), "GB", label, round(p / 1e9, 1))
 
 
 if __name__ == "__main__":

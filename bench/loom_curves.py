@@ -31,6 +31,7 @@ def arguments():
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, help="image patches and text together; default: the preset's longest")
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--stock", default="loop", choices=("loop", "sorted"), help="the peer's mixture: the same sums")
     parser.add_argument("--out", default="curves.json")
     parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"))
@@ -95,6 +96,7 @@ def run_stock(a, config, first_weights, seed: int) -> list:
         with torch.autocast("cuda", torch.bfloat16):
             loss = stock(images, tokens, noise)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(stock.parameters(), a.clip)
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
@@ -111,7 +113,7 @@ def run_ours(a, config, first_weights, seed: int) -> list:
         out.loss.backward()
         return out.loss.detach()
 
-    graph, text, losses = StepGraph(forward_backward, optimizer), Text(a, config, seed), []
+    graph, text, losses = StepGraph(forward_backward, optimizer, clip=a.clip), Text(a, config, seed), []
     for step in range(a.steps):
         for group in optimizer.param_groups:
             group["lr"] = a.lr * warm_up(step)
