@@ -309,7 +309,9 @@ class ParameterMap:
         if b is None or b.grad is None:
             return
         grad = param.grad
-        if grad is not None and grad.data_ptr() != b.grad.data_ptr():
+        if grad is None:  # the hook also fires where a function returned None: an expert without a token, say
+            return
+        if grad.data_ptr() != b.grad.data_ptr():
             self._take(b, grad)
         self.announce(b)
 

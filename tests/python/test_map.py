@@ -489,3 +489,29 @@ def test_bad_models_are_refused():
     with pytest.raises(loongforge.Error, match="expert_7"):
         held.set_pool_size("expert_7", 1 << 20)
     held.check()
+
+
+class HalfUsed(torch.autograd.Function):
+    """Gives the second parameter a gradient and the first none, as a layer does whose expert had no token."""
+
+    @staticmethod
+    def forward(ctx, unused, used):
+        return used.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad.expand(3).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_none_is_no_gradient(dtype):
+    model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)])
+    held = ParameterMap(model)
+    heard = []
+    held.on_gradient(lambda b: heard.append(b.name))
+    for b in held.blocks:
+        b.grad.fill_(7)  # what an earlier step left
+    HalfUsed.apply(*model).backward()
+    assert heard == ["1"]
+    assert [b.name for b in held.gradients_present()] == ["1"]
+    assert held.blocks[1].grad.tolist() == [1, 1, 1]

@@ -4,6 +4,9 @@ tests/python/multi/nccl_ranks.py."""
 
 import copy
 import gc
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -70,3 +73,21 @@ def test_nccl_wants_a_gpu():
         _C.nexus_open(held.handle, ("nccl", 0, 1, bytes(128)), {})
     with pytest.raises(ValueError, match="transport is 'nccl' with 3 bytes"):
         _C.nexus_open(held.handle, ("nccl", 0, 1, b"abc"), {})
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
+MULTI = pathlib.Path(__file__).parent / "multi"
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("what", ["sums", "twice", "capture", "torch"])
+def test_ranks_on_gpus(what):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, str(MULTI / "nccl_ranks.py"), what], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and f"{what} passed" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@needs_two_gpus
+def test_killed_ranks_on_gpus():
+    done = subprocess.run([sys.executable, str(MULTI / "nccl_kill.py")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
