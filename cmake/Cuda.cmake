@@ -25,6 +25,7 @@ target_compile_options(loongforge_cuda PRIVATE $<$<COMPILE_LANGUAGE:C>:-Wno-peda
 
 # Grouped expert GEMMs (src/loom/gemm) from CUTLASS's headers: scripts/cutlass.sh brings them, or the offline bundle.
 set(LF_CUTLASS_DIR "" CACHE PATH "CUTLASS: a folder that has include/cutlass/cutlass.h (default: build/deps/cutlass, build/cutlass)")
+unset(LF_CUTLASS_INCLUDE CACHE) # looked for anew each time: it comes and goes with build/
 find_path(LF_CUTLASS_INCLUDE cutlass/cutlass.h NO_DEFAULT_PATH
   PATHS ${LF_CUTLASS_DIR} ${PROJECT_SOURCE_DIR}/build/deps/cutlass ${PROJECT_SOURCE_DIR}/build/cutlass PATH_SUFFIXES include)
 mark_as_advanced(LF_CUTLASS_INCLUDE)
@@ -34,6 +35,13 @@ endif()
 if(NOT LF_CUTLASS_INCLUDE)
   message(STATUS "CUTLASS's headers were not found: the experts' products are left out of the CUDA device (scripts/cutlass.sh)")
 else()
+  file(STRINGS ${LF_CUTLASS_INCLUDE}/cutlass/version.h cutlass_version REGEX "^#define CUTLASS_(MAJOR|MINOR|PATCH) [0-9]+")
+  string(REGEX MATCHALL "[0-9]+" cutlass_version "${cutlass_version}")
+  list(JOIN cutlass_version "." cutlass_version)
+  if(cutlass_version VERSION_LESS 4.2)
+    message(FATAL_ERROR "CUTLASS in ${LF_CUTLASS_INCLUDE} is ${cutlass_version}, expected 4.2 or newer; hint: scripts/cutlass.sh")
+  endif()
+  message(STATUS "CUTLASS ${cutlass_version}: ${LF_CUTLASS_INCLUDE}")
   # One object library an architecture. Kernels for Hopper need 90a itself; those for Ampere serve everything else, PTX included.
   set(sm80_archs "")
   foreach(arch ${LOONGFORGE_CUDA_ARCHS})

@@ -8,6 +8,12 @@ used=${PRESET:-release}
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(jobs_count)}
 if [ -z "${CMAKE_GENERATOR:-}" ] && command -v ninja >/dev/null; then export CMAKE_GENERATOR=Ninja; fi
 
+# The CUDA side builds its grouped GEMMs from CUTLASS's headers; without them it builds all the rest.
+case $preset in dev | asan | tsan | fuzz) cuda=0 ;; *) cuda=1 ;; esac
+if [ "$cuda" = 1 ] && { command -v nvcc || [ -x /usr/local/cuda/bin/nvcc ]; } >/dev/null; then
+    scripts/cutlass.sh >/dev/null || warn "going on without CUTLASS: the CUDA device will lack the experts' products"
+fi
+
 if [ "$preset" = wheel ]; then
     scripts/setup.sh wheel
     "$PY" -m build --wheel --outdir dist
@@ -15,12 +21,6 @@ if [ "$preset" = wheel ]; then
 fi
 
 command -v cmake >/dev/null || die "missing: cmake 3.25 or newer - run scripts/setup.sh"
-
-# The CUDA side builds its grouped GEMMs from CUTLASS's headers; without them it builds all the rest.
-case $preset in dev | asan | tsan | fuzz) cuda=0 ;; *) cuda=1 ;; esac
-if [ "$cuda" = 1 ] && { command -v nvcc || [ -x /usr/local/cuda/bin/nvcc ]; } >/dev/null; then
-    scripts/cutlass.sh >/dev/null || warn "going on without CUTLASS: the CUDA device will lack the experts' products"
-fi
 
 log=build/$preset/configure.log
 mkdir -p "build/$preset"

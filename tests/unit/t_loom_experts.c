@@ -28,7 +28,7 @@ static const struct shape {
     {1, 256, 0, {64}, {260}}, /* several tiles in every direction */
 };
 
-/* 0: outputs that the plan was opened on; the addresses of weights and gradients are the problem's and the output's. */
+/* A plan over the problem's weights and the output's gradients. */
 static lf_experts *open_on(const experts_problem *p, const experts_output *o, int32_t trained)
 {
     lf_experts *e = NULL;
