@@ -9,7 +9,8 @@
 #include "sync.h"
 
 enum { LIST_MOST = 32, RANKS_MOST = 64, ITERATIONS_MOST = 10000, WARMUP = 5 };
-#define WINDOW (INT64_C(1) << 20) /* elements that are looked at in one go */
+/* Elements that are looked at in one go: a multiple of the values' period, so that all windows hold the same. */
+enum { PERIOD = 5, WINDOW = PERIOD << 18 };
 
 typedef struct bench {
     lf_nexus_options options;
@@ -25,7 +26,7 @@ typedef struct end {
     lf_stream *stream; /* NULL: the calling thread */
     lf_event *from, *to;
     char *data;
-    void *window; /* on the host */
+    void *start, *sums, *window; /* (WINDOW) on the host: what this rank puts in, what must come out, what does */
     double *seconds;
     int64_t wrong;
     int code;
@@ -76,45 +77,53 @@ static int parse_number(const char *what, const char *text, int32_t least, int32
 
 /* ---- data ------------------------------------------------------------------------------------------------------------ */
 
-static float start_value(int32_t rank, int64_t i) { return (float)((i * 7 + rank * 3) % 5 - 1); }
+static float start_value(int32_t rank, int64_t i) { return (float)((i * 7 + rank * 3) % PERIOD - 1); }
 
 static void put(void *data, int64_t k, int32_t dtype, float value)
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     if (dtype == LF_DTYPE_F32) ((float *)data)[k] = value;
-    else ((uint16_t *)data)[k] = (uint16_t)(bits >> 16); /* whole numbers below 256 lose nothing */
+    else ((uint16_t *)data)[k] = (uint16_t)(bits >> 16); /* whole numbers below 256, and halves and quarters: nothing is lost */
 }
 
-static float get(const void *data, int64_t k, int32_t dtype)
+static int make_windows(end *e)
 {
-    float value;
-    if (dtype == LF_DTYPE_F32) return ((const float *)data)[k];
-    const uint32_t bits = (uint32_t)((const uint16_t *)data)[k] << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    const size_t bytes = (size_t)WINDOW * sizeof(float);
+    e->start = malloc(bytes);
+    e->sums = malloc(bytes);
+    e->window = malloc(bytes);
+    if (!e->start || !e->sums || !e->window) return cmd_fail("out of memory");
+    for (int64_t i = 0; i < WINDOW; i++) {
+        float sum = 0;
+        for (int32_t r = 0; r < e->t.world; r++) sum += start_value(r, i);
+        put(e->start, i, e->b->dtype, start_value(e->t.rank, i));
+        put(e->sums, i, e->b->dtype, e->t.mean ? sum / (float)e->t.world : sum);
+    }
+    return CMD_OK;
+}
+
+static int64_t count_wrong(const char *got, const char *want, int64_t n, size_t width)
+{
+    int64_t wrong = 0;
+    if (memcmp(got, want, (size_t)n * width) == 0) return 0;
+    for (int64_t i = 0; i < n; i++) wrong += memcmp(got + (size_t)i * width, want + (size_t)i * width, width) != 0;
+    return wrong;
 }
 
 /* Put this rank's numbers in place (check 0), or look at all sums (check 1), window by window. */
 static lf_status over_all(end *e, int64_t count, int check)
 {
-    const int32_t dtype = e->b->dtype;
-    const size_t width = lf_dtype_bytes(dtype);
-    for (int64_t at = 0; at < count; at += WINDOW) {
+    const size_t width = lf_dtype_bytes(e->b->dtype);
+    lf_status rc = LF_OK;
+    for (int64_t at = 0; at < count && rc == LF_OK; at += WINDOW) {
         const int64_t n = count - at < WINDOW ? count - at : WINDOW;
         char *place = e->data + (size_t)at * width;
-        lf_status rc = check ? lf_copy(e->device, e->window, place, (size_t)n * width, NULL) : LF_OK;
-        for (int64_t k = 0; k < n && rc == LF_OK; k++) {
-            float sum = 0;
-            for (int32_t r = 0; r < e->t.world && check; r++) sum += start_value(r, at + k);
-            if (e->t.mean) sum /= (float)e->t.world;
-            if (!check) put(e->window, k, dtype, start_value(e->t.rank, at + k));
-            else if (get(e->window, k, dtype) != sum) e->wrong++;
-        }
-        if (rc == LF_OK && !check) rc = lf_copy(e->device, place, e->window, (size_t)n * width, NULL);
-        if (rc < 0) return rc;
+        rc = check ? lf_copy(e->device, e->window, place, (size_t)n * width, NULL)
+                   : lf_copy(e->device, place, e->start, (size_t)n * width, NULL);
+        if (rc == LF_OK && check) e->wrong += count_wrong(e->window, e->sums, n, width);
     }
-    return LF_OK;
+    return rc;
 }
 
 /* ---- one measurement ------------------------------------------------------------------------------------------------- */
@@ -196,6 +205,7 @@ static void print_measurement(const end *e, int64_t bytes, int64_t chunk, double
 static int measure_all(end *e)
 {
     int64_t wrong = 0;
+    if (make_windows(e) != CMD_OK) return CMD_FAILED;
     for (int32_t s = 0; s < e->b->n_sizes; s++) {
         const int64_t bytes = e->b->sizes[s] / 64 * 64;
         double plain = 0;
@@ -219,6 +229,8 @@ static void close_end(end *e)
     lf_stream_close(e->stream);
     lf_device_free(e->device, e->data);
     lf_device_close(e->device);
+    free(e->start);
+    free(e->sums);
     free(e->window);
     free(e->seconds);
 }
@@ -227,9 +239,8 @@ static int prepare_end(end *e, const char *device)
 {
     int64_t most = 0;
     for (int32_t s = 0; s < e->b->n_sizes; s++) most = e->b->sizes[s] > most ? e->b->sizes[s] : most;
-    e->window = malloc((size_t)WINDOW * 4);
     e->seconds = malloc((size_t)e->b->iterations * sizeof *e->seconds);
-    if (!e->window || !e->seconds) return cmd_fail("out of memory");
+    if (!e->seconds) return cmd_fail("out of memory");
     if (lf_device_open(&e->device, device) < 0 || lf_device_alloc(e->device, (size_t)most, (void **)&e->data) < 0)
         return cmd_fail_lf(NULL);
     if (strcmp(device, "cpu") == 0) return CMD_OK;
