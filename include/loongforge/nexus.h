@@ -109,6 +109,7 @@ typedef struct lf_chunk_info {
     int64_t bytes;
     const char *form; /* "dense"; owned by the library */
     int32_t run;      /* chunks of one run are posted together where the transport can */
+    const char *why;  /* that form, in words; owned by the library */
 } lf_chunk_info;
 
 /** Make the schedule and check that all ranks have the same one (one small sum over the transport).

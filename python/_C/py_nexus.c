@@ -296,7 +296,7 @@ static PyObject *nexus_replayed(PyObject *self, PyObject *const *args, Py_ssize_
 
 /* ---- questions ------------------------------------------------------------------------------------------------------- */
 
-/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run}, …] in the order of posting */
+/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run, why}, …] in the order of posting */
 static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
 {
     (void)self;
@@ -307,9 +307,9 @@ static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
         const lf_status rc = lf_nexus_get_chunk(b->nexus, i, &c);
         PyObject *row =
             rc < 0 ? lfpy_raise(rc)
-                   : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i}", "group", (int)c.group, "dtype", (int)c.dtype, "klass",
+                   : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i,s:s}", "group", (int)c.group, "dtype", (int)c.dtype, "klass",
                                    (int)c.range.klass, "offset", (long long)c.range.offset, "count", (long long)c.range.count,
-                                   "bytes", (long long)c.bytes, "form", c.form, "run", (int)c.run);
+                                   "bytes", (long long)c.bytes, "form", c.form, "run", (int)c.run, "why", c.why);
         if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
         Py_XDECREF(row);
     }

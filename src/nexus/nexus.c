@@ -101,7 +101,15 @@ lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info
     LF_CHECK_ARG(chunk >= 0 && chunk < nexus->plan.n_chunks, "chunk %d, expected 0 to %d", chunk, nexus->plan.n_chunks - 1);
     LF_CHECK_ARG(info->size == sizeof *info, "lf_chunk_info: size is %zu, expected %zu", info->size, sizeof *info);
     const nexus_chunk *c = &nexus->plan.chunks[chunk];
-    *info = (lf_chunk_info){sizeof *info, c->group, c->dtype, c->range, c->bytes, "dense", c->run};
+    const bool asked = strcmp(nexus->opts.comm_strategy, "dense") == 0;
+    *info = (lf_chunk_info){.size = sizeof *info,
+                            .group = c->group,
+                            .dtype = c->dtype,
+                            .range = c->range,
+                            .bytes = c->bytes,
+                            .form = "dense",
+                            .run = c->run,
+                            .why = asked ? "comm_strategy is dense" : "the only form so far"};
     return LF_OK;
 }
 

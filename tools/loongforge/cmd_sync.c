@@ -133,9 +133,9 @@ typedef struct total {
 
 static int print_groups(const lf_map *map, const lf_nexus *nexus)
 {
-    printf("%-8s %8s %8s %18s %12s %18s  %s\n", "group", "ranges", "chunks", "bytes", "", "largest chunk", "form");
+    printf("%-8s %8s %8s %18s %12s %18s  %-6s %s\n", "group", "ranges", "chunks", "bytes", "", "largest chunk", "form", "why");
     for (int32_t g = 0; g < lf_map_n_groups(map); g++) {
-        const char *name, *form = "-";
+        const char *name, *form = "-", *why = "nothing to sum";
         const lf_range *ranges;
         int32_t n_ranges;
         total t = {0};
@@ -149,9 +149,10 @@ static int print_groups(const lf_map *map, const lf_nexus *nexus)
             t.bytes += c.bytes;
             t.largest = c.bytes > t.largest ? c.bytes : t.largest;
             form = c.form;
+            why = c.why;
         }
-        printf("%-8s %8d %8d %18lld %12s %18lld  %s\n", name, n_ranges, t.n_chunks, (long long)t.bytes,
-               cmd_bytes(text, sizeof text, t.bytes), (long long)t.largest, form);
+        printf("%-8s %8d %8d %18lld %12s %18lld  %-6s %s\n", name, n_ranges, t.n_chunks, (long long)t.bytes,
+               cmd_bytes(text, sizeof text, t.bytes), (long long)t.largest, form, why);
     }
     return CMD_OK;
 }
