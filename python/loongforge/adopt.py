@@ -55,7 +55,7 @@ class Adopted:
                 own[key].copy_(state[key])
             own["step"] = torch.tensor(float(state["step"]))
         self.stock.state.clear()
-        self.ours._bind_state()
+        self.ours.rebind()
 
     def give_back(self) -> None:
         """The stock optimizer goes on with the moments as they are now. Parameters are off the map, in their own dtypes."""

@@ -70,6 +70,7 @@ class StepGraph:
         self.norm: torch.Tensor | None = None  # () f64: of the last step's gradient, before clipping
         self._captured: dict = {}
         self._seen: dict = {}
+        self._generation = optimizer.generation
         self._stream = self._pool = None
         optimizer.map.on_replan(self.forget)
 
@@ -86,6 +87,9 @@ class StepGraph:
     def __call__(self, *batch):
         if self.reason is not None:
             return self._eager(batch)
+        if self._generation != self.optimizer.generation:  # other groups, or step counts of a checkpoint
+            self._generation = self.optimizer.generation
+            self.forget()
         key = tuple((b.shape, b.stride(), b.dtype) if isinstance(b, torch.Tensor) else b for b in batch)
         captured = self._captured.get(key)
         if captured is None:

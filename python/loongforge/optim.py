@@ -48,9 +48,10 @@ class AdamW(torch.optim.Optimizer):
         self.norm: torch.Tensor | None = None  # of the last clip_grad_norm_ or grad_norm
         self._max_norm: float | None = None
         self._covers: dict = {}
+        self.generation = 0  # counts up when groups or step counts were exchanged: a captured step of before is void
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self._bind_state()
-        map.on_replan(self._bind_state)
+        self.rebind()
+        map.on_replan(self.rebind)
         map.optimizer = self
         self._numbers: dict = {}  # sweeps of a step -> its rows, filled on the host, read by the sweep where it runs
         self._sumsq = torch.zeros(1, dtype=torch.float64, device=map.torch_device)
@@ -59,11 +60,13 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group) -> None:
         super().add_param_group(param_group)
         if hasattr(self, "_numbers"):  # not while torch's constructor adds the first ones
-            self._bind_state()
+            self.rebind()
 
-    def _bind_state(self) -> None:
-        """Moments are views of the map; step counts are tensors, as torch has them, shared by blocks that count alike."""
+    def rebind(self) -> None:
+        """Take the state as it is: moments are views of the map; step counts are tensors, as torch has them, shared by blocks
+        that count alike. To be called by whoever writes into `state`."""
         self._covers.clear()
+        self.generation += 1
         shared: dict = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -90,7 +93,7 @@ class AdamW(torch.optim.Optimizer):
             dict(state_dict, state={})
         )  # groups, checked by torch; its state would come in the weight's dtype
         self.state.clear()
-        self._bind_state()
+        self.rebind()
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         for number, block in zip(numbers, self._blocks()):
             if block.grad is None:
@@ -102,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
                 else:
                     own[key].zero_()
             own["step"] = torch.as_tensor(given.get("step", 0.0), dtype=torch.float32)
-        self._bind_state()
+        self.rebind()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.map.zero_grad(set_to_none, self._blocks())
@@ -157,7 +160,7 @@ class AdamW(torch.optim.Optimizer):
         """What the gradients that are present ask for."""
         ready = {id(b.param): b for b in self.map.gradients_present()}
         if any(p not in self.state and id(p) in ready for group in self.param_groups for p in group["params"]):
-            self._bind_state()  # a group was added to the list itself
+            self.rebind()  # a group was added to the list itself
         return [sweep for group in self.param_groups for sweep in self._plan_group(group, ready)]
 
     def _plan_group(self, group, ready) -> list[Sweep]:

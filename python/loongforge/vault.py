@@ -151,6 +151,7 @@ class CheckpointVault:
             for b in self.map.blocks:
                 if b.name in steps:
                     self.optimizer.state[b.param]["step"] = torch.tensor(steps[b.name], dtype=torch.float32)
+            self.optimizer.rebind()
         return info
 
     def blob(self, name: str):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """StepGraph: the steps of a plain loop; captured on a GPU, elsewhere eager with a reason. And the parts of AdamW behind it."""
 
+import copy
 import math
 
 import pytest
@@ -133,6 +134,29 @@ def test_a_moved_map_is_captured_anew():
     assert step.n_captured == 0
     losses = [step(x, y).item() for _ in range(3)]
     assert step.n_captured == 1 and losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loaded_state_is_gone_on_from(device):
+    """Step counts of a checkpoint reach a step that was captured before it was loaded."""
+    (x, y), results = data(device, 1)[0], []
+    for _ in range(2):
+        model, optimizer, step = make(device, warmup=1)
+        for _ in range(4):
+            step(x, y)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+        for _ in range(3 if not results else 5):  # the second run goes on for longer, and is then taken back
+            step(x, y)
+        before = optimizer.generation
+        optimizer.load_state_dict(saved)
+        model.load_state_dict(weights)
+        assert optimizer.generation > before
+        for _ in range(4):
+            step(x, y)
+        assert all(optimizer.state[p]["step"] == 8 for p in model.parameters())
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*results))
 
 
 def gr00t(device, capture, dtype):
