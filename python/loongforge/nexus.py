@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 import weakref
@@ -19,6 +20,14 @@ from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
 
 _ONE_PASS = "`with sync.no_sync():` around all backward passes but the last, and no reentrant checkpointing"
 _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """While the interpreter and the GPU still work: a communicator's threads must not outlive them."""
+    for sync in list(_syncs):
+        if sync.transport == "nccl":
+            sync.close()
 
 
 class TorchTransport:

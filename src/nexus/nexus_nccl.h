@@ -54,8 +54,9 @@ typedef struct nccl_link {
     const char *call; /* of NCCL, that the caller is in */
     int64_t call_ns;
     lf__fault fault;
-    int64_t failed_ns, told_ns; /* when it failed, and when the caller first heard of it */
-    bool leaving, forgotten;    /* close was called; it did not wait for the worker, who then frees all */
+    int64_t failed_ns, told_ns;     /* when it failed, and when the caller first heard of it */
+    bool leaving;                   /* close was called */
+    bool worker_alone, guard_alone; /* close did not wait for these: the last one frees all */
     lf__hist hist;
     int64_t n_ops, n_bytes;
     lf__thread *worker, *guard;
@@ -102,7 +103,7 @@ lf_status lf__nccl_memory(void *user, void *base, int64_t bytes);
 
 /* nexus_nccl_open.c */
 
-/** What is left when the worker has ended. */
+/** What is left when both threads have ended. */
 void lf__nccl_free(nccl_link *link);
 
 #endif

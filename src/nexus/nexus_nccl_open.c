@@ -104,19 +104,21 @@ static void link_close(void *user)
     if (limit > 1000 + (int64_t)(1000 * link->opts.timeout_s)) limit = 1000 + (int64_t)(1000 * link->opts.timeout_s);
     const int64_t deadline = lf__now_ns() + limit * 1000000;
     while (link->state != LINK_GONE && lf__now_ns() < deadline) lf__wait_ns(link->mutex, 10000000);
-    const bool gone = link->state == LINK_GONE;
-    link->forgotten = !gone;
+    const bool gone = link->state == LINK_GONE, guarded = !gone && link->guard && link->exits && link->fault.status < 0;
+    link->worker_alone = !gone;
+    link->guard_alone = guarded;
     lf__thread *worker = link->worker, *guard = link->guard;
     const int32_t rank = link->rank, world = link->world;
-    lf__unlock(link->mutex);
-    lf__thread_join(guard);
+    lf__unlock(link->mutex); /* a thread that is not waited for may free the link from here on */
+    if (guarded) lf__thread_forget(guard);
+    else lf__thread_join(guard);
     if (gone) {
         lf__thread_join(worker);
         lf__nccl_free(link);
         return;
     }
-    lf__log(LF_LOG_WARN, "NCCL: rank %d of %d: the communicator does not let go; its thread is left to itself", rank, world);
     lf__thread_forget(worker);
+    lf__log(LF_LOG_WARN, "NCCL: rank %d of %d: the communicator does not let go; its thread is left to itself", rank, world);
 }
 
 static void link_describe(void *user, char *text, size_t size)

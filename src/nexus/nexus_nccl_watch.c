@@ -125,6 +125,16 @@ void lf__nccl_retire(nccl_link *link)
     }
 }
 
+/* The lock is held and given back. The last thread that close did not wait for frees the link. */
+static void let_go(nccl_link *link, bool *alone)
+{
+    const bool was = *alone;
+    *alone = false;
+    const bool last = was && !link->worker_alone && !link->guard_alone;
+    lf__unlock(link->mutex);
+    if (last) lf__nccl_free(link);
+}
+
 /* ---- the worker ------------------------------------------------------------------------------------------------------ */
 
 static int64_t tick_ns(const nccl_link *link)
@@ -239,9 +249,7 @@ void lf__nccl_work(void *user)
     lf__lock(link->mutex);
     link->state = LINK_GONE;
     lf__wake(link->mutex);
-    const bool forgotten = link->forgotten;
-    lf__unlock(link->mutex);
-    if (forgotten) lf__nccl_free(link);
+    let_go(link, &link->worker_alone);
 }
 
 /* ---- the guard ------------------------------------------------------------------------------------------------------- */
@@ -278,24 +286,28 @@ static void end_process(const nccl_link *link)
     _exit(LF_NCCL_EXIT_CODE);
 }
 
+/* A failed link is guarded until its worker is through, also after close: what cannot be aborted may hang the process's end as well. */
+static bool is_over(const nccl_link *link)
+{
+    return link->leaving && (link->state == LINK_GONE || !link->exits || link->fault.status == LF_OK);
+}
+
 void lf__nccl_guard(void *user)
 {
     nccl_link *link = user;
     char text[400];
     lf__lock(link->mutex);
-    while (!link->leaving) {
+    while (!is_over(link)) {
         const int64_t now = lf__now_ns();
-        if (link->fault.status == LF_OK) {
-            if (find_late(link, now, text, sizeof text)) {
-                lf__unlock(link->mutex);
-                lf__nccl_fault(link, LF_ERR_TIMEOUT, "%s", text);
-                lf__lock(link->mutex);
-            }
-        } else if (link->exits) {
+        if (link->fault.status < 0) {
             const int64_t since = link->told_ns > link->failed_ns ? link->told_ns : link->failed_ns;
-            if (now - since > (int64_t)(link->opts.grace_s * 1e9)) end_process(link);
+            if (link->exits && now - since > (int64_t)(link->opts.grace_s * 1e9)) end_process(link);
+        } else if (!link->leaving && find_late(link, now, text, sizeof text)) {
+            lf__unlock(link->mutex);
+            lf__nccl_fault(link, LF_ERR_TIMEOUT, "%s", text);
+            lf__lock(link->mutex);
         }
         lf__wait_ns(link->mutex, tick_ns(link));
     }
-    lf__unlock(link->mutex);
+    let_go(link, &link->guard_alone);
 }

@@ -53,6 +53,7 @@ void lf__log(int32_t level, const char *format, ...) { host->log(level, "%s", fo
 /* ---- what tests plant and ask ---- */
 
 void fake_cuda_capture(uint64_t id) { capture = id; }
+uint64_t fake_cuda_capturing(void) { return capture; }
 int32_t fake_cuda_last_priority(void) { return last_priority; }
 int32_t fake_cuda_current(void) { return current; }
 int32_t fake_cuda_run(void *native, int32_t (*fn)(void *), void *user) { return lf__cpu_stream_run(NULL, native, fn, user); }

@@ -9,6 +9,7 @@
 
 /** From now on every stream is part of this capture; 0: of none; UINT64_MAX: the capture is broken. Work runs. */
 FAKE_API void fake_cuda_capture(uint64_t id);
+FAKE_API uint64_t fake_cuda_capturing(void);
 /** Of the newest stream. */
 FAKE_API int32_t fake_cuda_last_priority(void);
 /** Index + 1 of the calling thread's device; 0: none was entered. */

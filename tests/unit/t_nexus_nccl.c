@@ -835,10 +835,12 @@ static void play(const char *role)
         rc = r->t.post(r->t.user, shared_x[0], 4, LF_DTYPE_F32, r->stream, &ticket);
         if (rc == LF_OK) rc = r->t.wait(r->t.user, ticket, r->stream, 10);
         if (step == 3) fprintf(stderr, "running\n"), fflush(stderr);
-        if (rc == LF_OK && step > 3) rc = lf_stream_sync(r->stream); /* where a host sits when a peer has died */
+        const bool sits = strcmp(role, "exit-stuck") != 0; /* where a host is when a peer has died */
+        if (rc == LF_OK && step > 3) rc = sits ? lf_stream_sync(r->stream) : r->t.settle(r->t.user, 10);
     }
     if (strcmp(role, "exit-deaf") == 0) lf__sleep_ns(60000000000); /* a caller that does nothing about the error */
     if (r->t.close) r->t.close(r->t.user);
+    if (strcmp(role, "exit-stuck") == 0) lf__sleep_ns(60000000000); /* the end of the process hangs in the driver */
     stop(rc);
 }
 
@@ -903,6 +905,7 @@ TEST(nccl_ends_a_process_that_is_stuck)
     CHECK_HAS(text, "loongforge: NCCL: rank 0 of 2: a collective by itself is not done after");
     CHECK_HAS(text, "exit with code 75 after 0.3 s of grace (fail = exit)");
     CHECK_EQ(kill_drill("exit-deaf", "", text, sizeof text), LF_NCCL_EXIT_CODE);
+    CHECK_EQ(kill_drill("exit-stuck", "FAKE_NCCL_ABORT_HANGS", text, sizeof text), LF_NCCL_EXIT_CODE);
     CHECK_EQ(kill_drill("exit", "", text, sizeof text), 10 - LF_ERR_TIMEOUT); /* it was told and closed in time */
 }
 
