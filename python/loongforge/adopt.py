@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from .mapping import ParameterMap
-from .optim import AdamW
+from .optim import AdamW, refuse_options
 
 
 def check(stock, model, held: ParameterMap | None) -> None:
@@ -21,9 +21,7 @@ def check(stock, model, held: ParameterMap | None) -> None:
             "or make loongforge.AdamW(map, …)"
         )
     for group in stock.param_groups:
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group.get(option):
-                raise ValueError(f"optimizer has {option}=True, which loongforge.AdamW does not do; hint: step it beside the map")
+        refuse_options(group)
     known = {id(p) for p in model.parameters()}
     strange = [p for group in stock.param_groups for p in group["params"] if id(p) not in known]
     if strange:

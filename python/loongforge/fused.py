@@ -17,10 +17,10 @@ _workspaces: dict = {}
 def _workspace(size: int, tensor: torch.Tensor) -> int:
     """Address of scratch that work of this stream alone uses, one call after another."""
     stream = at(tensor)[1]
-    held = _workspaces.get((tensor.device, stream))
-    if held is None or held.numel() < size:
-        held = _workspaces[tensor.device, stream] = torch.empty(max(size, 1 << 20), dtype=torch.uint8, device=tensor.device)
-    return held.data_ptr()
+    held = _workspaces.setdefault((tensor.device, stream), [])
+    if not held or held[-1].numel() < size:  # a smaller one stays: a captured graph may write there
+        held.append(torch.empty(max(size, 16 << 20), dtype=torch.uint8, device=tensor.device))
+    return held[-1].data_ptr()
 
 
 def norm_backward(total, weight, rstd, dtotal, dnormed):
@@ -222,10 +222,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, chunk):
+    def forward(ctx, hidden, weight, target, chunk, trained):
         hidden, target = hidden.contiguous(), target.contiguous()
         (n, d), v = hidden.shape, weight.shape[0]
-        wants = any(ctx.needs_input_grad[:2])
+        wants = trained and any(ctx.needs_input_grad[:2])
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         row_loss = torch.empty(chunk, dtype=torch.float32, device=hidden.device)
         room = hidden.new_empty(min(chunk, max(n, 1)), v)
@@ -271,7 +271,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             dloss.data_ptr(),
             False,
         )
-        return dhidden * dloss.to(dhidden.dtype), dweight, None, None
+        return dhidden * dloss.to(dhidden.dtype), dweight, None, None, None
 
 
 _WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
@@ -289,7 +289,13 @@ def _add_product(total, a, b) -> None:
 
 def linear_cross_entropy(hidden, weight, target, chunk: int = 8192) -> torch.Tensor:
     """hidden: (…, d); weight: (v, d); target: (…) i64 -> (), summed over targets that are not negative"""
-    return LinearCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), chunk)
+    if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
+        raise TypeError(
+            f"targets are {target.dtype} {tuple(target.shape)}, expected int64 {tuple(hidden.shape[:-1])} with ids below "
+            f"{weight.shape[0]}; a larger one makes the loss nan"
+        )
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    return LinearCrossEntropy.apply(hidden, weight, target.reshape(-1), chunk, torch.is_grad_enabled())
 
 
 def head_loss(hidden, weight, labels) -> torch.Tensor:

@@ -23,8 +23,9 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     slots: list  # the batch's tensors at the addresses that were captured
     out: object  # what forward_backward returned: tensors that every replay overwrites
-    norm: torch.Tensor | None
+    norm: torch.Tensor  # without `scale` and the caller's grad_scale
     sweeps: list
+    scale: float  # that forward_backward set as the optimizer's grad_scale
 
 
 class StepGraph:
@@ -87,10 +88,10 @@ class StepGraph:
     def __call__(self, *batch):
         if self.reason is not None:
             return self._eager(batch)
-        if self._generation != self.optimizer.generation:  # other groups, or step counts of a checkpoint
+        if self._generation != self.optimizer.generation:  # other groups, or step counts of a checkpoint or split by a shape
             self._generation = self.optimizer.generation
             self.forget()
-        key = tuple((b.shape, b.stride(), b.dtype) if isinstance(b, torch.Tensor) else b for b in batch)
+        key = (self.clip, *((b.shape, b.stride(), b.dtype) if isinstance(b, torch.Tensor) else b for b in batch))
         captured = self._captured.get(key)
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
@@ -144,7 +145,8 @@ class StepGraph:
         self.norm = None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, sweeps = torch.cuda.CUDAGraph(), None
+        graph, sweeps, scale = torch.cuda.CUDAGraph(), None, 1.0
+        given, optimizer.grad_scale = optimizer.grad_scale, 1.0
         gc.collect()  # a live autograd graph of before would break the capture
         torch.cuda.synchronize(self.device)
         failure = None
@@ -156,20 +158,26 @@ class StepGraph:
                 with self._marked("compute"):
                     out = self.forward_backward(*slots)
                     with self._marked("optimizer"):
+                        inner = optimizer.grad_scale
+                        if not isinstance(inner, torch.Tensor):  # a number goes with every replay's own
+                            scale, inner, optimizer.grad_scale = inner, None, 1.0
                         norm = optimizer.clip_grad_norm_(self.clip)
                         sweeps = optimizer.plan()
-                        optimizer.apply(sweeps)
+                        optimizer.apply(sweeps, inner)
         except Exception as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         finally:
-            optimizer.grad_scale, optimizer._max_norm = 1.0, None
+            optimizer.grad_scale, optimizer._max_norm = given, None
             optimizer.zero_grad()
         if failure is not None or self.sync is not None:
             failure = self._agree(failure)
         if failure is not None:
             self._give_up(failure)
             return None
-        return _Captured(graph, slots, out, norm, sweeps)
+        if self._generation != optimizer.generation:  # the plan split step counts that others had captured
+            self._captured.clear()
+            self._generation = optimizer.generation
+        return _Captured(graph, slots, out, norm, sweeps, scale)
 
     def _agree(self, failure: str | None) -> str | None:
         """All ranks replay or none does: a failure of one is everyone's."""
@@ -200,10 +208,12 @@ class StepGraph:
         for slot, given in zip(captured.slots, batch):
             if isinstance(slot, torch.Tensor):
                 slot.copy_(given, non_blocking=True)
+        optimizer.grad_scale = scale = optimizer.grad_scale * captured.scale
         optimizer.advance(captured.sweeps)
         captured.graph.replay()
         if self.sync is not None:
             self.sync.replayed()
         optimizer.finish(captured.sweeps)
-        self.norm = captured.norm
+        plain = not isinstance(scale, torch.Tensor) and scale == 1.0
+        self.norm = captured.norm if plain else captured.norm * scale
         return captured.out

@@ -371,6 +371,10 @@ class ParameterMap:
         for fn in self._listeners:
             fn(b)
 
+    def forget_pass(self) -> None:
+        """A backward pass that will not end (its capture failed) is no abort."""
+        self._task = -1
+
     def _backward_ended(self) -> None:
         self._task = -1
         for fn in self._edges:

@@ -274,6 +274,7 @@ class NexusSync:
         self._begun = False
         self._marked.clear()
         self._reduced = {}
+        self.map.forget_pass()
         _C.nexus_cancel(self.handle)
 
     def describe(self) -> str:

@@ -21,6 +21,13 @@ class Sweep(NamedTuple):
     ranges: list
 
 
+def refuse_options(group: dict) -> None:
+    """Options of torch.optim.AdamW that would change what a step does."""
+    for option in ("amsgrad", "maximize", "differentiable"):
+        if group.get(option):
+            raise ValueError(f"optimizer has {option}=True, which loongforge.AdamW does not do; hint: step it beside the map")
+
+
 class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW`'s mathematics, state names and `param_groups`; state lives on the map.
 
@@ -85,10 +92,18 @@ class AdamW(torch.optim.Optimizer):
     def _blocks(self) -> list:
         return [self.map.block_of(p) for group in self.param_groups for p in group["params"]]
 
+    def state_dict(self) -> dict:
+        """torch.optim.AdamW's; step counts are copies, since torch's own `step()` would raise a shared one once a parameter."""
+        found = super().state_dict()
+        found["state"] = {key: dict(state, step=state["step"].clone()) for key, state in found["state"].items()}
+        return found
+
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
         """Values are copied into the map in their own precision; a parameter without state starts anew. Names and shapes are
         torch.optim.AdamW's."""
+        for group in state_dict["param_groups"]:
+            refuse_options(group)
         super().load_state_dict(
             dict(state_dict, state={})
         )  # groups, checked by torch; its state would come in the weight's dtype
@@ -181,7 +196,9 @@ class AdamW(torch.optim.Optimizer):
                 step = step.clone()
             step = together.setdefault(float(step), (step, []))[0]
             for b in present:
-                self.state[b.param]["step"] = step
+                if self.state[b.param]["step"] is not step:
+                    self.state[b.param]["step"] = step
+                    self.generation += 1
             together[float(step)][1].extend(present)
         return [Sweep(group, step, blocks, self._ranges(blocks)) for step, blocks in together.values()]
 
@@ -212,12 +229,15 @@ class AdamW(torch.optim.Optimizer):
             )
         # From pageable memory: CUDA has taken the values when the call returns, so the next step may overwrite them.
         hyper.copy_(values, non_blocking=True)
-
-    def apply(self, sweeps) -> None:
-        """Queue the device's part; nothing of it depends on the host's values of this step."""
-        hyper = self._rows(len(sweeps))[1]
-        if isinstance(self.grad_scale, torch.Tensor):
+        if by_tensor:
             hyper.view(torch.float32)[:, -1:].mul_(self.grad_scale)
+
+    def apply(self, sweeps, scale: torch.Tensor | None = None) -> None:
+        """Queue the device's part; nothing of it depends on the host's values of this step. scale: (), made by work that was
+        queued before, multiplied into the gradients beside what `advance` has brought."""
+        hyper = self._rows(len(sweeps))[1]
+        if scale is not None:
+            hyper.view(torch.float32)[:, -1:].mul_(scale)
         if self._max_norm is not None and sweeps:
             _C.loom_clip(
                 self.map.device,

@@ -59,6 +59,9 @@ class _Weaving:
         return (_Weaving, ())
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _eps(norm: torch.nn.RMSNorm) -> float:
     return norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
 
@@ -73,6 +76,13 @@ class WovenGr00tN16(Gr00tN16):
         if self._weaving.sets is not None:
             self._schedule(step)
 
+    def train(self, mode: bool = True):
+        """As Module.train; noise is for training, also in steps that were captured."""
+        super().train(mode)
+        if self._weaving.sets is not None:
+            self._schedule(self.step)
+        return self
+
     def _schedule(self, step: int) -> torch.Tensor:
         c = self.config
         self._weaving.set(int(step), c.noise_scale(int(step)) if self.training else 0.0, c.tau(int(step)))
@@ -81,7 +91,7 @@ class WovenGr00tN16(Gr00tN16):
     def _has_hooks(self) -> bool:
         """Hooks on what the fused functions pass over would not run: then the modules themselves do."""
         w = self._weaving
-        found = next((name for name, m in w.passed_over if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks), None)
+        found = next((name for name, m in w.passed_over if any(getattr(m, kind) for kind in _HOOKS)), None)
         if found is not None and not w.told:
             w.told = True
             warnings.warn(
@@ -97,7 +107,7 @@ class WovenGr00tN16(Gr00tN16):
         if w.sets is None or self._has_hooks():
             return super().run_layers(x, token_index, valid, step, tau)
         b, t, d = x.shape
-        schedule = self._schedule(step)
+        schedule = self._schedule(step).clone()  # its own: another forward may come before this one's backward
         x = x.reshape(b * t, d).to(w.sets[0].dtype)
         keep = valid.to(torch.uint8).contiguous() if valid is not None else None
         norms = [norm for layer in self.layers for norm in (layer.attention_norm, layer.moe_norm)] + [self.norm]

@@ -114,3 +114,10 @@ def test_mixture_of_given_routing(keep_h):
                 assert_close(p.grad, q.grad, 1e-5)
             else:
                 assert not p.grad.any()
+
+
+def test_targets_of_another_dtype_or_shape_are_refused():
+    h, w = leaf(3, 8, seed=1), leaf(5, 8, seed=2)
+    for target in (torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(TypeError, match="expected int64"):
+            linear_cross_entropy(h, w, target)

@@ -190,3 +190,54 @@ def test_captured_gr00t_is_eager_gr00t_and_learns_like_f32():
         assert step.n_captured == int(capture), step.reason
     assert curves[0] == pytest.approx(curves[1], rel=5e-3)  # attention's backward adds in another order each time
     assert curves[0] == pytest.approx(curves[2], rel=3e-2)
+
+
+def test_a_saved_state_serves_a_stock_adamw():
+    """Step counts that blocks share must not be shared in a state dict: torch's step() would raise them once a parameter."""
+    model = net("cpu")
+    ours = loongforge.AdamW(ParameterMap(model), lr=1e-2)
+    stock_model = net("cpu")
+    stock = torch.optim.AdamW(stock_model.parameters(), lr=1e-2)
+    x = torch.ones(4, 16)
+    for m, o in ((model, ours), (stock_model, stock)):
+        m(x).square().mean().backward()
+        o.step()
+        o.zero_grad()
+    stock.load_state_dict(ours.state_dict())
+    stock_model(x).square().mean().backward()
+    stock.step()
+    assert [float(s["step"]) for s in stock.state.values()] == [2, 2, 2, 2]
+    assert all(float(ours.state[p]["step"]) == 1 for p in model.parameters())
+
+
+def test_options_that_would_change_a_step_are_refused():
+    model = net("cpu")
+    ours = loongforge.AdamW(ParameterMap(model), lr=1e-2)
+    state = ours.state_dict()
+    state["param_groups"][0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize=True"):
+        ours.load_state_dict(state)
+
+
+@needs_gpu
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_scale_of_gradients_is_obeyed_by_replays(inside):
+    curves = []
+    for enabled in (True, False):
+        model = net("cuda")
+        optimizer = loongforge.AdamW(ParameterMap(model), lr=1e-2)
+
+        def forward_backward(x, y, model=model, optimizer=optimizer):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            if inside:
+                optimizer.grad_scale = 0.25
+            return loss.detach()
+
+        step, (x, y), seen = StepGraph(forward_backward, optimizer, clip=0.05, warmup=1, enabled=enabled), data("cuda", 1)[0], []
+        for i in range(6):
+            if not inside:
+                optimizer.grad_scale = 1.0 / (1 + i)
+            seen += [step(x, y).item(), step.norm.item()]
+        curves.append(seen)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)

@@ -179,3 +179,27 @@ def test_hooks_on_a_layers_parts_run():
         after = model(images, tokens).loss
     after.backward()
     assert calls and after.item() == pytest.approx(before, rel=2e-6)
+
+
+def test_a_schedule_that_moves_on_before_backward():
+    """Each forward's backward uses the temperature of that forward."""
+    config = sizes(attention="dense", tau_decay_steps=10)
+    plain, (model, _) = Gr00tN16(config), woven(config)
+    images, tokens = batch(config)
+    for m in (plain, model):
+        m.set_step(0)
+        loss = m(images, tokens).loss
+        m.set_step(9)
+        (loss + m(images, tokens).loss).backward()
+    assert_close(gradients(model), gradients(plain))
+
+
+def test_noise_is_back_when_training_is():
+    model, _ = woven(sizes(attention="dense"))
+    model.set_step(3)
+    there = bytes(model._weaving.schedule.tolist())
+    model.eval()
+    model(*batch(model.config))
+    assert bytes(model._weaving.schedule.tolist()) != there
+    model.train()
+    assert bytes(model._weaving.schedule.tolist()) == there

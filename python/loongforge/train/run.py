@@ -62,13 +62,13 @@ class Ranks:
                 ) from error
             self.owns = True
 
-    def agree(self, flag: bool) -> bool:
-        """True on every rank when it is true on one."""
+    def largest(self, number: int) -> int:
+        """The largest number that a rank has, on every rank."""
         if self.world == 1:
-            return flag
-        flags = torch.tensor([float(flag)])
-        dist.all_reduce(flags)
-        return flags.item() > 0
+            return number
+        numbers = torch.tensor([number])
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return int(numbers)
 
     def share(self, value):
         """Rank 0's value on every rank."""
@@ -100,7 +100,8 @@ class Run:
         self._name()
         self.ranks = Ranks()
         self.dir = os.path.join(self.o["runs_dir"], self.o["name"])
-        self.stop_signal = 0
+        self.stop_signal = 0  # that this rank got
+        self.stopped_by = 0  # that a rank got: all ranks agree on it at a step edge
         self._threads()
         self._device()
         self._data()
@@ -239,7 +240,8 @@ class Run:
                 else:
                     self._one_step()
                 self._after_step()
-                if self.ranks.agree(self.stop_signal != 0):
+                self.stopped_by = self.ranks.largest(self.stop_signal)
+                if self.stopped_by:
                     break
         self._collect(0)
         self._log_rows(all_of_them=True)
@@ -332,6 +334,7 @@ class Run:
         """Take the results that have come; those of all steps with depth 0."""
         for row, (loss_sum, n_tokens, _, balance, norm) in self.late.take(depth):
             if not math.isfinite(norm):
+                self._log_rows(all_of_them=True)
                 raise RunError(
                     f"the gradient norm of step {row['step']} is {norm}, expected a finite one; hint: a smaller lr, or look at "
                     "its data"
@@ -483,7 +486,7 @@ def result_text(s: dict, where: str) -> str:
 def run(config: dict) -> int:
     job = Run(config)
     last_row = job.train()
-    stopped = job.stop_signal
+    stopped = job.stopped_by
     evaluated = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None} if stopped else job.evaluate()
     if job.ranks.rank == 0:
         s = job.summary(last_row, evaluated)
