@@ -125,6 +125,11 @@ void lf__device_leave(lf_device *device, int32_t before)
     if (device->ops->leave) device->ops->leave(device->context, before);
 }
 
+void lf__device_watch_only(lf_device *device)
+{
+    if (device->ops->watch_only) device->ops->watch_only(device->context);
+}
+
 lf_device *lf__device_ref(lf_device *device)
 {
     __atomic_fetch_add(&device->refs, 1, __ATOMIC_RELAXED);

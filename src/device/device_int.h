@@ -51,6 +51,8 @@ typedef struct lf__device_ops {
     lf_status (*stream_capture)(void *context, void *stream, uint64_t *id);
     /* (optional) event_record whose only use is order: under capture it ties streams together. Default: event_record. */
     lf_status (*event_mark)(void *context, void *event, void *stream);
+    /* (optional) For threads that only watch: from now on the calling thread's calls disturb no other thread's capture. */
+    void (*watch_only)(void *context);
 } lf__device_ops;
 
 /** What a table's shared object may use of the library that loads it. */
@@ -82,6 +84,8 @@ lf_status lf__device_kernels(lf_device *device, const char *crew, const void **t
 /** Between the two, libraries that the calling thread calls (NCCL) work on this device. `leave` only after LF_OK. */
 lf_status lf__device_enter(lf_device *device, int32_t *before);
 void lf__device_leave(lf_device *device, int32_t before);
+/** The calling thread only watches (events) and never takes part in a capture: its calls do not break those of other threads. */
+void lf__device_watch_only(lf_device *device);
 /** The capture that work on `stream` goes into; 0: none, it runs. */
 lf_status lf__stream_capture(lf_stream *stream, uint64_t *id);
 /** As lf_event_record, for order alone. Under capture this is an ordinary record: a stream that waits for it joins the capture,

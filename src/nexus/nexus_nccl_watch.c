@@ -227,6 +227,7 @@ void lf__nccl_work(void *user)
     nccl_link *link = user;
     int32_t before = 0;
     const lf_status entered = lf__device_enter(link->device, &before);
+    lf__device_watch_only(link->device);
     if (entered == LF_OK) join(link);
     else lf__nccl_fault(link, entered, "%s", lf_error_text());
     lf__lock(link->mutex);

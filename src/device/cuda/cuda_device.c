@@ -50,6 +50,14 @@ static void cuda_leave(void *context, int32_t before)
     if (before != ((const cuda_context *)context)->index) cudaSetDevice(before);
 }
 
+/* In the default mode a query by this thread would break a capture that another one began in mode `global`. */
+static void cuda_watch_only(void *context)
+{
+    (void)context;
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
 static lf_status cuda_open(int32_t index, void **out)
 {
     int n = 0;
@@ -415,4 +423,5 @@ const lf__device_ops lf__device_cuda = {
     .leave = cuda_leave,
     .stream_capture = cuda_stream_capture,
     .event_mark = cuda_event_mark,
+    .watch_only = cuda_watch_only,
 };
