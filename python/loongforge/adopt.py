@@ -41,7 +41,11 @@ class Adopted:
         self.ours.param_groups = stock.param_groups
         self._move_in()
         stock._opt_called = True  # schedulers ask whether step() came before theirs
-        self._hook = stock.register_step_pre_hook(_refuse_step)
+        self._hooks = [
+            stock.register_step_pre_hook(_refuse_step),
+            stock.register_state_dict_pre_hook(_refuse_state),
+            stock.register_load_state_dict_pre_hook(_refuse_state),
+        ]
 
     @torch.no_grad()
     def _move_in(self) -> None:
@@ -57,7 +61,8 @@ class Adopted:
 
     def give_back(self) -> None:
         """The stock optimizer goes on with the moments as they are now. Parameters are off the map, in their own dtypes."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for p, state in self.ours.state.items():
             if not float(state["step"]):
                 continue
@@ -67,3 +72,7 @@ class Adopted:
 
 def _refuse_step(optimizer, args, kwargs) -> None:
     raise RuntimeError("this AdamW handed over to loongforge.AdamW; hint: step map.optimizer, or undo(model) first")
+
+
+def _refuse_state(optimizer, *state) -> None:
+    raise RuntimeError("this AdamW's state is loongforge.AdamW's now; hint: map.optimizer.state_dict() and load_state_dict()")

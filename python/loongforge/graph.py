@@ -72,6 +72,7 @@ class StepGraph:
         self._captured: dict = {}
         self._seen: dict = {}
         self._generation = optimizer.generation
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._stream = self._pool = None
         optimizer.map.on_replan(self.forget)
 
@@ -88,6 +89,10 @@ class StepGraph:
     def __call__(self, *batch):
         if self.reason is not None:
             return self._eager(batch)
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != self._sizes:  # a group was added to the list itself
+            self._sizes = sizes
+            self.optimizer.rebind()
         if self._generation != self.optimizer.generation:  # other groups, or step counts of a checkpoint or split by a shape
             self._generation = self.optimizer.generation
             self.forget()

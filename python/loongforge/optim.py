@@ -104,9 +104,11 @@ class AdamW(torch.optim.Optimizer):
         torch.optim.AdamW's."""
         for group in state_dict["param_groups"]:
             refuse_options(group)
+        shared = self.param_groups
         super().load_state_dict(
             dict(state_dict, state={})
         )  # groups, checked by torch; its state would come in the weight's dtype
+        shared[:], self.param_groups = self.param_groups, shared  # the list may be an adopted optimizer's too
         self.state.clear()
         self.rebind()
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -187,3 +187,21 @@ def test_one_optimizer_for_a_map():
     loongforge.NexusSync(model=other)
     with pytest.raises(RuntimeError, match="holds weights and gradients only"):
         accelerate(other, optimizer=stock_adamw(other))
+
+
+def test_the_stock_ones_state_is_not_silently_empty():
+    model = torch.nn.Linear(8, 8)
+    stock = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(stock, 0.4)
+    held = loongforge.accelerate(model, optimizer=stock)
+    with pytest.raises(RuntimeError, match="map.optimizer.state_dict"):
+        stock.state_dict()
+    with pytest.raises(RuntimeError, match="map.optimizer.state_dict"):
+        stock.load_state_dict(held.optimizer.state_dict())
+    held.optimizer.load_state_dict(held.optimizer.state_dict())
+    model(torch.ones(2, 8)).sum().backward()
+    held.optimizer.step()
+    scheduler.step()
+    assert held.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)  # schedulers of the stock one go on after a load
+    undo(model)
+    assert all(float(s["step"]) == 1 for s in stock.state_dict()["state"].values())
