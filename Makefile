@@ -5,12 +5,13 @@
 #             TORCH_INDEX=URL          package index for torch alone (for the smaller CPU build, say)
 #             LOONGFORGE_DEPS=FILE     offline bundle to use instead of system packages (default: dist/loongforge-deps-*)
 #             PRESET=release           CMake preset that `make build` builds and the Python package uses
+#             CUTLASS=1                build the experts' CUDA products on a machine without a GPU too (minutes)
 #             DEVICE=cuda              or cpu: `make train` there (default: auto);  SIZE=small  a larger preset
 #             TRAIN_ARGS="..."         further arguments for `loongforge train`;  SCENES=N  number of sample scenes
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-long lint format wheel offline-bundle clean distclean
-export PYTHON PYTHON_ENV TORCH_INDEX LOONGFORGE_DEPS PRESET TRAIN_ARGS SCENES DEVICE SIZE
+export PYTHON PYTHON_ENV TORCH_INDEX LOONGFORGE_DEPS PRESET TRAIN_ARGS SCENES DEVICE SIZE CUTLASS
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 18

@@ -8,9 +8,14 @@ used=${PRESET:-release}
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(jobs_count)}
 if [ -z "${CMAKE_GENERATOR:-}" ] && command -v ninja >/dev/null; then export CMAKE_GENERATOR=Ninja; fi
 
-# The CUDA side builds its grouped GEMMs from CUTLASS's headers; without them it builds all the rest.
-case $preset in dev | asan | tsan | fuzz) cuda=0 ;; *) cuda=1 ;; esac
-if [ "$cuda" = 1 ] && { command -v nvcc || [ -x /usr/local/cuda/bin/nvcc ]; } >/dev/null; then
+# The CUDA side builds its grouped GEMMs from CUTLASS's headers, which takes minutes; without them it builds all the rest. They are
+# brought where they will be used: on a machine with a GPU, for the preset cuda and for a wheel, or when CUTLASS=1 asks for it.
+case $preset in
+dev | asan | tsan | fuzz) cutlass=0 ;;
+cuda | wheel) cutlass=1 ;;
+*) if nvidia-smi -L >/dev/null 2>&1; then cutlass=1; else cutlass=${CUTLASS:-0}; fi ;;
+esac
+if [ "$cutlass" = 1 ] && { command -v nvcc || [ -x /usr/local/cuda/bin/nvcc ]; } >/dev/null; then
     scripts/cutlass.sh >/dev/null || warn "going on without CUTLASS: the CUDA device will lack the experts' products"
 fi
 
