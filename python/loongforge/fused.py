@@ -260,18 +260,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         dhidden, total = ctx.saved_tensors
-        dweight, dloss = total.new_empty(total.shape, dtype=ctx.dtype), dloss.float()
-        _C.loom_add(
-            *at(total),
-            dweight.data_ptr(),
-            DTYPES[ctx.dtype],
-            total.data_ptr(),
-            DTYPES[total.dtype],
-            total.numel(),
-            dloss.data_ptr(),
-            False,
-        )
-        return dhidden * dloss.to(dhidden.dtype), dweight, None, None, None
+        dloss = dloss.float()
+        return _scaled(dhidden, dloss, dhidden.dtype), _scaled(total, dloss, ctx.dtype), None, None, None
+
+
+def _scaled(x, scale, dtype) -> torch.Tensor:
+    """x * scale in f32, rounded once to dtype. scale: () f32 on x's device"""
+    y = torch.empty_like(x, dtype=dtype)
+    _C.loom_add(*at(x), y.data_ptr(), DTYPES[dtype], x.data_ptr(), DTYPES[x.dtype], x.numel(), scale.data_ptr(), False)
+    return y
 
 
 _WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
