@@ -33,7 +33,20 @@ say tests
 for test in "$tests"/t_*cuda* "$tests"/t_grouped_gem*; do check "$(basename "$test")" "$test"; done
 
 say "Python tests"
-for test in graph attention clock blocks; do check "python-$test" "$PY" -m pytest -q "tests/python/test_$test.py"; done
+for test in graph attention clock blocks nccl; do check "python-$test" "$PY" -m pytest -q "tests/python/test_$test.py"; done
+
+say "several GPUs"
+n_gpus=$("$PY" -c "import torch; print(torch.cuda.device_count())")
+if [ "$n_gpus" -ge 2 ]; then
+    nccl=$("$PY" -c "import torch; print(next(l.split()[-1] for l in open('/proc/self/maps') if 'libnccl' in l))")
+    ranks() { "$PY" -m torch.distributed.run --standalone --nproc-per-node "$n_gpus" "$@"; }
+    check sync-bench ranks --no-python "$(command -v loongforge)" sync bench --transport nccl --nccl_library "$nccl" \
+        --sizes 1GiB,256MiB,64MiB,16MiB --chunks 16MiB,64MiB
+    cat build/device-sync-bench.log
+    check nexus ranks bench/nexus.py --variants default
+else
+    echo "$n_gpus: skipped"
+fi
 
 say checkers
 if [ "${CHECKERS:-1}" = 0 ]; then

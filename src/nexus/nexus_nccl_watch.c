@@ -164,7 +164,8 @@ static void join(nccl_link *link)
     lf__lock(link->mutex);
     link->comm = comm;
     lf__unlock(link->mutex);
-    result = lf__nccl_await(link, result);
+    if (result == NCCL_SUCCESS && !link->opts.nccl_blocking && link->nccl.version >= NCCL_HAS_CONFIG) result = NCCL_IN_PROGRESS;
+    result = lf__nccl_await(link, result); /* a success of a non-blocking call is only that of its start */
     const lf_status rc = lf__nccl_result(link, "meeting the other ranks", result);
     lf__lock(link->mutex);
     if (rc == LF_OK && link->fault.status == LF_OK) link->state = LINK_READY;

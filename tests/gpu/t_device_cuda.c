@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The device table on CUDA: memory, slabs, streams in order, events across streams, errors in stream order. Host functions of
  * two streams may share a thread of the driver, so whatever must overlap a waiting one is a fill. */
+#include <dlfcn.h>
 #include <stdatomic.h>
 
 #include "base/base.h"
+#include "device/device_int.h"
 #include "lf_test.h"
-#include "loongforge/device.h"
 
 static lf_device *open_cuda(void)
 {
@@ -419,6 +420,120 @@ TEST(cuda_any_thread_may_call)
         CHECK_OK(w[i].rc);
         CHECK_EQ(w[i].got, 42);
     }
+    lf_device_close(device);
+}
+
+/* ---- captures --------------------------------------------------------------------------------------------------------- */
+
+/* The driver's calls that capture: through the loader, so that nothing here links against CUDA. */
+static struct {
+    int (*begin)(void *, int), (*end)(void *, void **), (*instantiate)(void **, void *, unsigned long long),
+        (*launch)(void *, void *);
+} driver;
+
+static void find_driver(void)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    CHECK(library != NULL);
+    *(void **)&driver.begin = dlsym(library, "cuStreamBeginCapture_v2");
+    *(void **)&driver.end = dlsym(library, "cuStreamEndCapture");
+    *(void **)&driver.instantiate = dlsym(library, "cuGraphInstantiateWithFlags");
+    *(void **)&driver.launch = dlsym(library, "cuGraphLaunch");
+    CHECK(driver.begin && driver.end && driver.instantiate && driver.launch);
+}
+
+typedef struct watch {
+    lf_device *device;
+    lf_event *event;
+    _Atomic bool stop;
+    lf_status rc;
+} watch;
+
+static void watch_event(void *user)
+{
+    watch *w = user;
+    lf__device_watch_only(w->device);
+    while (!w->stop && w->rc >= 0) w->rc = lf_event_query(w->event);
+}
+
+/* Work of another stream joins a capture through a mark, and comes back by another; a thread that watches events, in the strictest
+ * mode of capture, breaks nothing. */
+TEST(cuda_marks_spread_a_capture)
+{
+    enum { BYTES = 1 << 20, GLOBAL = 0 };
+    lf_device *device = open_cuda();
+    lf_stream *a = NULL, *b = NULL;
+    lf_event *fork = NULL, *join = NULL, *outside = NULL, *timed = NULL;
+    lf__thread *thread;
+    void *p = NULL, *graph = NULL, *exec = NULL;
+    uint64_t id = 99;
+    find_driver();
+    CHECK_OK(lf_stream_open(device, 0, &a));
+    CHECK_OK(lf_stream_open(device, 0, &b));
+    CHECK_OK(lf_event_open(device, &fork));
+    CHECK_OK(lf_event_open(device, &join));
+    CHECK_OK(lf_event_open(device, &outside));
+    CHECK_OK(lf_event_open(device, &timed));
+    CHECK_OK(lf_device_alloc(device, BYTES, &p));
+    CHECK_OK(lf_fill(device, p, 1, BYTES, NULL));
+    CHECK_OK(lf_event_record(outside, b));
+    watch w = {.device = device, .event = outside};
+    CHECK_OK(lf__thread_start(&thread, "watch", watch_event, &w));
+    CHECK_OK(lf__stream_capture(a, &id));
+    CHECK_EQ(id, 0);
+    CHECK_EQ(driver.begin(lf_stream_native(a), GLOBAL), 0);
+    CHECK_OK(lf__stream_capture(a, &id));
+    CHECK(id != 0);
+    CHECK_OK(lf_fill(device, p, 2, BYTES, a));
+    CHECK_OK(lf__event_mark(fork, a));
+    CHECK_OK(lf_stream_wait(b, fork));
+    uint64_t other = 0;
+    CHECK_OK(lf__stream_capture(b, &other));
+    CHECK_EQ(other, id);
+    CHECK_OK(lf_fill(device, p, 3, BYTES / 2, b));
+    CHECK_OK(lf__event_mark(join, b));
+    CHECK_OK(lf_stream_wait(a, join));
+    CHECK_OK(lf_fill(device, (char *)p + BYTES / 2, 4, BYTES / 4, a));
+    CHECK_OK(lf_event_record(timed, a));
+    CHECK_EQ(driver.end(lf_stream_native(a), &graph), 0);
+    w.stop = true;
+    lf__thread_join(thread);
+    CHECK_OK(w.rc == LF_AGAIN ? LF_OK : w.rc);
+    CHECK_OK(lf__stream_capture(b, &id));
+    CHECK_EQ(id, 0);
+    CHECK_EQ(byte_at(device, p, 0), 1); /* nothing ran */
+    CHECK_EQ(driver.instantiate(&exec, graph, 0), 0);
+    for (int32_t i = 0; i < 3; i++) {
+        CHECK_OK(lf_fill(device, p, 9, BYTES, NULL));
+        CHECK_EQ(driver.launch(exec, lf_stream_native(a)), 0);
+        CHECK_OK(lf_stream_sync(a));
+        check_all(device, p, BYTES / 2, 3);
+        check_all(device, (char *)p + BYTES / 2, BYTES / 4, 4);
+        check_all(device, (char *)p + BYTES / 4 * 3, BYTES / 4, 2);
+        CHECK_OK(lf_event_query(timed)); /* recorded by the replay */
+    }
+    CHECK_OK(lf__event_mark(fork, a)); /* outside a capture it is an ordinary record again */
+    CHECK_OK(lf_event_sync(fork));
+    lf_device_free(device, p);
+    lf_event_close(fork);
+    lf_event_close(join);
+    lf_event_close(outside);
+    lf_event_close(timed);
+    lf_stream_close(a);
+    lf_stream_close(b);
+    lf_device_close(device);
+}
+
+/* Another thread's current device comes back as it was. */
+TEST(cuda_enter_and_leave)
+{
+    lf_device *device = open_cuda();
+    int32_t before = -7, again = -7;
+    CHECK_OK(lf__device_enter(device, &before));
+    CHECK_OK(lf__device_enter(device, &again));
+    CHECK_EQ(again, 0);
+    lf__device_leave(device, again);
+    lf__device_leave(device, before);
     lf_device_close(device);
 }
 

@@ -75,8 +75,23 @@ def test_nccl_wants_a_gpu():
         _C.nexus_open(held.handle, ("nccl", 0, 1, b"abc"), {})
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
 MULTI = pathlib.Path(__file__).parent / "multi"
+
+
+@needs_gpu
+@pytest.mark.parametrize("what", ["basic", "graph", "late", "replay"])
+def test_one_rank_on_a_gpu(what):
+    done = subprocess.run([sys.executable, str(MULTI / "nccl_one.py"), what], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and f"{what} passed" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@needs_gpu
+def test_a_host_in_the_driver_is_ended():
+    done = subprocess.run([sys.executable, str(MULTI / "nccl_one.py"), "exit"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 75 and "exit with code 75" in done.stderr, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "not reached" not in done.stdout
 
 
 @needs_two_gpus
