@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 
@@ -31,7 +32,7 @@ def arguments():
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, help="image patches and text together; default: the preset's longest")
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of gradients at most; 0: no limit")
     parser.add_argument("--stock", default="loop", choices=("loop", "sorted"), help="the peer's mixture: the same sums")
     parser.add_argument("--out", default="curves.json")
     parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"))
@@ -96,7 +97,7 @@ def run_stock(a, config, first_weights, seed: int) -> list:
         with torch.autocast("cuda", torch.bfloat16):
             loss = stock(images, tokens, noise)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(stock.parameters(), a.clip)
+        torch.nn.utils.clip_grad_norm_(stock.parameters(), a.clip or math.inf)
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()

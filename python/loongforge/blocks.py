@@ -13,6 +13,7 @@ import copy
 import copyreg
 import inspect
 import re
+import warnings
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _C
 from .block_weights import FUSED, MAX_CHOICES, Experts, examine, is_expert_list, linear_names, read
+from .copies import StaysBehind
 from .experts import ExpertSet
 from .fused import mixture
 from .loom import Combine, Permute, Routing, at
@@ -96,14 +98,23 @@ def mix_given(x, ids, weight, experts: Experts, plan: ExpertSet | None = None):
 # ---- woven classes --------------------------------------------------------------------------------------------------------
 
 
-class _Products:
-    """A module's experts on its model's map. A copy of the module has none: its products are torch's."""
+class _Products(StaysBehind):
+    """A module's experts on its model's map: `plan`. A copy of the module has none, its products are torch's; nor has one whose
+    experts do not fit the map any more."""
 
-    def __init__(self, plan: ExpertSet | None = None):
-        self.plan = plan
+    def __init__(self, path: str = "", plan: ExpertSet | None = None):
+        self.path, self.plan, self._made = path, plan, plan
 
-    def __deepcopy__(self, memo):
-        return _Products()
+    def reopen(self) -> None:
+        """The map moved."""
+        try:
+            self._made.open()
+            self.plan = self._made
+        except NotImplementedError as why:
+            self.plan = None
+            warnings.warn(
+                f"{self.path}: experts run one by one since the map was planned anew: {why}", RuntimeWarning, stacklevel=2
+            )
 
 
 class Woven:
@@ -536,15 +547,16 @@ def unweave(model: nn.Module) -> None:
 def plan_products(model: nn.Module, held) -> list[str]:
     """Let the products of the woven modules below `model` be the library's, on the map `held`. -> why not, for each where they
     stay torch's: one by one, after a look at the counts."""
-    plans, reasons = [], []
+    reasons = []
     for path, module in model.named_modules():
         if not isinstance(module, Woven) or "_lf_products" in module.__dict__:
             continue
         experts = module.describe()
         try:
-            plans.append(ExpertSet(held, fused=experts.fused) if experts.fused else ExpertSet(held, experts.rows))
-            module.__dict__["_lf_products"] = _Products(plans[-1])
+            plan = ExpertSet(held, fused=experts.fused) if experts.fused else ExpertSet(held, experts.rows)
         except NotImplementedError as why:
             reasons.append(f"{path}: {why}")
-    held.on_replan(lambda: [plan._open() for plan in plans])
+            continue
+        module.__dict__["_lf_products"] = _Products(path, plan)
+        held.on_replan(module._lf_products.reopen)
     return reasons

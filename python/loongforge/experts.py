@@ -23,9 +23,10 @@ class ExpertSet:
     def __init__(self, held, weights=(), *, fused=None, keep_h=True):
         self.held, self.weights, self.fused = held, [tuple(row) for row in weights], fused
         self.keep_h = keep_h
-        self._open()
+        self.open()
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Again after the map was planned anew. Raises as the constructor does, and must then not be used."""
         held = self.held
         rows = [[held.block_of(p) for p in row] for row in ([self.fused] if self.fused else self.weights)]
         self.blocks = [b for row in rows for b in row]

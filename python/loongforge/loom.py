@@ -50,11 +50,20 @@ class Routing:
         return r
 
 
+_SCHEDULE = struct.Struct("=Iff")  # lf_route_schedule
+SCHEDULE_BYTES = _SCHEDULE.size
+
+
+def schedule_bytes(step: int, noise_scale: float, temperature: float) -> bytes:
+    """An lf_route_schedule on the host."""
+    return _SCHEDULE.pack(step & 0xFFFFFFFF, noise_scale, temperature)
+
+
 @lru_cache(maxsize=16)
 def route_schedule(step: int, noise_scale: float, temperature: float, device) -> torch.Tensor:
     """An lf_route_schedule on the device, shared by the layers of a step."""
-    raw = struct.pack("=Iff", step & 0xFFFFFFFF, noise_scale, temperature)
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().to(device)
+    raw = bytearray(schedule_bytes(step, noise_scale, temperature))
+    return torch.frombuffer(raw, dtype=torch.uint8).clone().to(device)
 
 
 class Route(torch.autograd.Function):

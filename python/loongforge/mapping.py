@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
+from .copies import Hook, Owner
 from .places import is_kept_in_f32, locate
 from .streams import DTYPES, device_of, stream_of
 from .tree import TreeWatch
@@ -45,44 +46,6 @@ def current() -> ParameterMap:
 def map_of(model: nn.Module) -> ParameterMap | None:
     """The map that holds the model's parameters, if any."""
     return next((m for m in list(_maps) if m.model is model), None)
-
-
-# ---- hooks that live inside the module and must not travel with a copy of it -------------------------------------------
-
-
-class _NoHook:
-    """What a hook becomes in a deepcopy or a pickle of the model: the copy is an ordinary model."""
-
-    def __call__(self, *args, **kwargs):
-        return None
-
-
-class _Hook:
-    def __init__(self, bound):
-        self._bound = weakref.WeakMethod(bound)
-
-    def __call__(self, *args, **kwargs):
-        method = self._bound()
-        return method(*args, **kwargs) if method else None
-
-    def __deepcopy__(self, memo):
-        return _NoHook()
-
-    def __reduce__(self):
-        return (_NoHook, ())
-
-
-class _Owner:
-    """Keeps a model's map alive as long as the model; a copy of the model owns none."""
-
-    def __init__(self, held=None):
-        self.held = held
-
-    def __deepcopy__(self, memo):
-        return _Owner()
-
-    def __reduce__(self):
-        return (_Owner, ())
 
 
 class _Block:
@@ -151,7 +114,7 @@ class ParameterMap:
         self._by_param = {id(b.param): b for b in self.blocks}
         self._watch = TreeWatch(self.model, self.blocks)
         self._hook_module()
-        model.__dict__["_loongforge_map"] = _Owner(self)
+        model.__dict__["_loongforge_map"] = Owner(self)
         _maps.add(self)
         _watch_stock_optimizers()
 
@@ -203,15 +166,15 @@ class ParameterMap:
         b.param.data = b.weight
         b.version = b.param._version
         if b.param.requires_grad:
-            b.hook = b.param.register_post_accumulate_grad_hook(_Hook(self._gradient_ready))
+            b.hook = b.param.register_post_accumulate_grad_hook(Hook(self._gradient_ready))
 
     def _hook_module(self):
         m = self.model
         self._removers = [
-            m.register_state_dict_post_hook(_Hook(self._export_state)),
-            m.register_load_state_dict_pre_hook(_Hook(self._before_load)),
-            m.register_load_state_dict_post_hook(_Hook(self._after_load)),
-            m.register_forward_pre_hook(_Hook(self._before_forward)),
+            m.register_state_dict_post_hook(Hook(self._export_state)),
+            m.register_load_state_dict_pre_hook(Hook(self._before_load)),
+            m.register_load_state_dict_post_hook(Hook(self._after_load)),
+            m.register_forward_pre_hook(Hook(self._before_forward)),
         ]
         self._incoming: dict = {}
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C, nccl
+from .copies import StaysBehind
 from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
 from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
 
@@ -61,7 +62,7 @@ class TorchTransport:
             raise
 
 
-class _ReduceStats:
+class _ReduceStats(StaysBehind):
     def __init__(self, sync: NexusSync | None = None):
         self.sync = weakref.ref(sync) if sync is not None else None
 
@@ -72,12 +73,6 @@ class _ReduceStats:
         if sync is None:
             raise RuntimeError("the NexusSync that summed these statistics is gone; hint: keep it as long as the model")
         return sync.sum(stats)
-
-    def __deepcopy__(self, memo):
-        return _ReduceStats()
-
-    def __reduce__(self):
-        return (_ReduceStats, ())
 
 
 class NexusSync:

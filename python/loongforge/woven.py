@@ -7,14 +7,15 @@ travel with a copy of the model; a copy runs the stock layers.
 
 from __future__ import annotations
 
-import struct
 import warnings
 from dataclasses import dataclass
 
 import torch
 
+from .copies import StaysBehind
 from .experts import ExpertSet
 from .fused import AddNorm, MixtureAddNorm, head_loss
+from .loom import SCHEDULE_BYTES, schedule_bytes
 from .models.gr00t_n16 import Gr00tN16
 from .models.moe import Routed
 
@@ -33,30 +34,35 @@ class MixtureCall:
     valid: torch.Tensor | None
 
 
-class _Weaving:
-    """Plans of a model's layers. A copy of the model gets an empty one."""
+class _Weaving(StaysBehind):
+    """Plans of a model's layers: `sets`, None in a copy of the model and while they do not fit the map."""
 
     def __init__(self, sets=None, device=None, passed_over=()):
-        self.sets, self.passed_over, self.told = sets, passed_over, False
+        self.sets = self.plans = sets
+        self.passed_over, self.told = passed_over, False
         self.values = b""
         if sets is not None:
-            self.schedule = torch.zeros(12, dtype=torch.uint8, device=device)  # lf_route_schedule
+            self.schedule = torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
             self.anchor = torch.zeros((), device=device, requires_grad=True)  # makes backward run when only experts are trained
+
+    def reopen(self) -> None:
+        """The map moved: plans follow, or layers run unfused until a later move lets them."""
+        try:
+            for plan in self.plans:
+                plan.open()
+            self.sets = self.plans
+        except NotImplementedError as why:
+            self.sets = None
+            warnings.warn(f"layers run unfused since the map was planned anew: {why}", RuntimeWarning, stacklevel=2)
 
     def set(self, step: int, noise: float, temperature: float) -> None:
         """Bring a step's numbers to the device where they differ from those there. Not inside a capture: do it before."""
-        values = struct.pack("=Iff", step & 0xFFFFFFFF, noise, temperature)
+        values = schedule_bytes(step, noise, temperature)
         if values != self.values:
             if self.schedule.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("the router's step changed inside a capture; hint: model.set_step(step) before the step")
             self.schedule.copy_(torch.frombuffer(bytearray(values), dtype=torch.uint8), non_blocking=True)
             self.values = values
-
-    def __deepcopy__(self, memo):
-        return _Weaving()
-
-    def __reduce__(self):
-        return (_Weaving, ())
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -130,6 +136,7 @@ def weave_gr00t(model: Gr00tN16, held) -> None:
     small = [layer.moe.router.weight for layer in model.layers] + [
         n.weight for layer in model.layers for n in (layer.attention_norm, layer.moe_norm)
     ]
+    small.append(model.norm.weight)
     if any(p.dtype != torch.float32 for p in small):
         raise NotImplementedError("norms and routers are not float32")
     sets = [ExpertSet(held, [(e.gate.weight, e.up.weight, e.down.weight) for e in layer.moe.experts]) for layer in model.layers]
@@ -141,7 +148,7 @@ def weave_gr00t(model: Gr00tN16, held) -> None:
     ] + [("norm", model.norm)]
     model.__dict__["_weaving"] = _Weaving(sets, held.torch_device, passed_over)
     model.__class__ = WovenGr00tN16
-    held.on_replan(lambda: [s._open() for s in sets])
+    held.on_replan(model._weaving.reopen)
 
 
 def unweave_gr00t(model) -> None:

@@ -382,6 +382,23 @@ def test_planned_products_train_like_the_stock_model_and_survive_a_replan():
     assert got == pytest.approx(want, rel=1e-4)
 
 
+def test_products_whose_experts_no_longer_fit_are_torchs_again():
+    torch.manual_seed(5)
+    stock = Net(mixtures.Mixture, mixtures.Fused)
+    ours = copy.deepcopy(stock)
+    held = accelerate(ours)
+    assert blocks.plan_products(ours, held) == []
+    modules = [m for m in ours.modules() if isinstance(m, blocks.Woven)]
+    optimizer = AdamW(held, lr=1e-2)
+    for model in (stock, ours):
+        next(p for p in model.parameters() if p.shape == modules[0].describe().rows[0][0].shape).requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="experts run one by one since the map was planned anew: some of"):
+        held.replan()
+    assert [m._lf_products.plan is None for m in modules] == [True, False]
+    want = losses(stock, torch.optim.AdamW(stock.parameters(), lr=1e-2), batches(5))
+    assert losses(ours, optimizer, batches(5)) == pytest.approx(want, rel=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", sorted(set(mixtures.TAKEN) - {"router in f32"}))  # which switches the CPU's autocast off

@@ -2,6 +2,7 @@
 """GR00T N1.6 with fused layers (woven.py) against the plain model, on the CPU's kernels: what a GPU runs, in f32."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 
@@ -157,6 +158,25 @@ def test_replanning_moves_the_plans():
     for m in (plain, model):
         m(images, tokens).loss.backward()
     assert_close(gradients(model), gradients(plain))
+
+
+def test_a_part_of_the_experts_frozen_runs_unfused_until_it_is_not():
+    config = sizes(attention="dense")
+    plain, (model, held) = Gr00tN16(config), woven(config)
+    images, tokens = batch(config)
+    optimizer = loongforge.AdamW(held, lr=1e-3)
+    weights = [m.layers[0].moe.experts[1].gate.weight for m in (plain, model)]
+    for trained in (False, True):
+        for weight in weights:
+            weight.requires_grad_(trained)
+        with nullcontext() if trained else pytest.warns(RuntimeWarning, match="unfused since the map was planned anew: some of"):
+            held.replan()
+        assert (model._weaving.sets is None) != trained
+        for m in (plain, model):
+            m.zero_grad()
+            m(images, tokens).loss.backward()
+        assert_close(gradients(model), gradients(plain))
+    optimizer.step()  # what listened to the map behind the plans has heard of both moves
 
 
 def test_two_forwards_before_a_backward():
