@@ -7,7 +7,7 @@
  *  ranks can never disagree on order. Blocks nobody marked count as zeros: lf_nexus_finish clears their gradient and posts
  *  them, so an expert without a token on this rank neither hangs the others nor sends what an earlier step left behind. With
  *  gradient accumulation a block is marked once, in the last micro-step; one that got its gradient in an earlier micro-step
- *  and none in the last must be marked by the caller before lf_nexus_finish.
+ *  and none in the last must be marked by the caller before lf_nexus_finish (or lf_nexus_flush, its first half).
  *
  *  Only the GRAD plane is touched, and only of classes that are not frozen. Who divides: reduce = mean makes lf_nexus_finish
  *  divide by the world; with sum the caller does (for instance through lf_adamw's grad_scale, at no cost).
@@ -35,7 +35,7 @@ typedef struct lf_nexus lf_nexus;
 typedef struct lf_nexus_stats {
     size_t size;
     int64_t steps, collectives, bytes, late_blocks; /* blocks that finish had to flush */
-    double exposed_s;                               /* time that the step waited in lf_nexus_finish, summed */
+    double exposed_s;                               /* time that the step waited for its reductions, summed */
     double p50_s, p95_s, p99_s;                     /* of one collective; of one run where the transport has runs */
     double busy_s;                                  /* time of all of them, summed */
 } lf_nexus_stats;
@@ -139,8 +139,19 @@ LF_API lf_status lf_nexus_begin(lf_nexus *nexus);
  *  @return LF_ERR_STATE (marked twice in one step, or no step begun: names the parameter); LF_ERR_INVALID (no such block, or a
  *  frozen one); the transport's error, naming chunk and group, which also ends the step. */
 LF_API lf_status lf_nexus_mark(lf_nexus *nexus, int32_t index, lf_stream *stream);
-/** Clear and post what nobody marked, wait for everything, divide by the world when reduce is mean. The reduced gradients are
- *  there in order of `stream` (NULL: on return).
+/** Clear and post what nobody marked, in order of `stream`, and do not wait: lf_nexus_take does, part by part, so that the first
+ *  parts can be used while the last are under way; lf_nexus_finish for all that is left.
+ *  @return LF_ERR_STATE (no step begun, or flushed already); the transport's error, which ends the step. */
+LF_API lf_status lf_nexus_flush(lf_nexus *nexus, lf_stream *stream);
+/** Wait for the next run of a flushed step, in the schedule's order, and divide it by the world when reduce is mean: the gradients
+ *  of its chunks are there in order of `stream` (NULL: on return). Runs are those of lf_chunk_info, whatever the transport. The last
+ *  one ends the step.  @param stream capturing exactly when the one of lf_nexus_flush was; runs may go to different streams.
+ *  @param[out] first the run's first chunk.  @param[out] n how many chunks it has.
+ *  @return LF_OK; LF_END: all are taken; LF_ERR_STATE (not flushed; inside a capture, but flushed outside, or the other way round);
+ *  the error of a chunk, which ends the step: none of its gradients, also those taken before, are to be used then. */
+LF_API lf_status lf_nexus_take(lf_nexus *nexus, lf_stream *stream, int32_t *first, int32_t *n);
+/** lf_nexus_flush unless that was called, and lf_nexus_take of all that is left, as one wait. The reduced gradients are there in
+ *  order of `stream` (NULL: on return).
  *  @return LF_ERR_STATE (no step begun); the first error of any chunk: the step's gradients are then not usable. */
 LF_API lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream);
 LF_API lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats);

@@ -227,17 +227,44 @@ static PyObject *nexus_mark(PyObject *self, PyObject *const *args, Py_ssize_t na
     return answer(rc);
 }
 
-/* nexus_finish(nexus, stream) */
-static PyObject *nexus_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *call_on_stream(const char *name, PyObject *const *args, Py_ssize_t nargs,
+                                lf_status (*fn)(lf_nexus *, lf_stream *))
 {
-    (void)self;
-    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "nexus_finish takes 2 arguments, got %zd", nargs);
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "%s takes 2 arguments, got %zd", name, nargs);
     box *b = lfpy_get(args[0], "lf_nexus");
     lf_stream *stream;
     lf_status rc;
     if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
-    LFPY_FREE_GIL(rc = lf_nexus_finish(b->nexus, stream));
+    LFPY_FREE_GIL(rc = fn(b->nexus, stream));
     return answer(rc);
+}
+
+/* nexus_finish(nexus, stream) */
+static PyObject *nexus_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return call_on_stream("nexus_finish", args, nargs, lf_nexus_finish);
+}
+
+/* nexus_flush(nexus, stream) */
+static PyObject *nexus_flush(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return call_on_stream("nexus_flush", args, nargs, lf_nexus_flush);
+}
+
+/* nexus_take(nexus, stream) -> (first chunk, number of chunks), None when all are taken */
+static PyObject *nexus_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "nexus_take takes 2 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    int32_t first, n;
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_take(b->nexus, stream, &first, &n));
+    return rc == LF_OK ? Py_BuildValue("(ii)", first, n) : answer(rc);
 }
 
 /* nexus_reduce(nexus, address, count, dtype, stream): a sum beside the steps */
@@ -379,6 +406,8 @@ PyMethodDef lfpy_nexus_methods[] = {
     {"nexus_begin", nexus_begin, METH_O, "Start a step's reductions."},
     FAST(nexus_mark, "A block's gradient is final: (nexus, index, stream)."),
     FAST(nexus_finish, "Post what is left and wait: (nexus, stream)."),
+    FAST(nexus_flush, "Post what is left: (nexus, stream)."),
+    FAST(nexus_take, "Wait for the next run: (nexus, stream) -> (first chunk, number of chunks) or None."),
     FAST(nexus_reduce, "Sum f64 or i64 over ranks, between steps: (nexus, address, count, dtype, stream)."),
     FAST(nexus_replayed, "A captured step was launched: (nexus, stream)."),
     {"nexus_check", nexus_check, METH_O, "Raises what ended the handle, also what nobody has asked for yet."},

@@ -178,7 +178,8 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
     memset(nexus->marked, 0, (size_t)nexus->plan.n_blocks);
     for (int32_t i = 0; i < nexus->plan.n_chunks; i++) nexus->plan.chunks[i].n_left = nexus->plan.chunks[i].n_blocks;
-    nexus->next = nexus->timed = 0;
+    nexus->next = nexus->timed = nexus->taken = 0;
+    nexus->flushed = false;
     nexus->event_used = false;
     nexus->native = NULL;
     nexus->capture = 0;
@@ -265,6 +266,7 @@ static lf_status check_mark(const lf_nexus *nexus, int32_t index)
     if (rc < 0) return rc;
     LF_CHECK_ARG(owner >= 0, "%s is frozen and has no gradient to mark", block.name);
     if (!nexus->running) return LF_FAIL(LF_ERR_STATE, "%s is marked before a step was begun; hint: lf_nexus_begin", block.name);
+    if (nexus->flushed) return LF_FAIL(LF_ERR_STATE, "%s is marked after lf_nexus_flush has posted everything", block.name);
     return LF_FAIL(LF_ERR_STATE,
                    "%s is marked twice in one step; hint: with gradient accumulation mark in the last micro-step only",
                    block.name);
@@ -319,33 +321,102 @@ static lf_status divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
                                  c->dtype, c->factor);
 }
 
-static lf_status wait_for_all(lf_nexus *nexus, lf_stream *stream)
+/* Wait for a run's chunks, in order. */
+static lf_status wait_for_run(lf_nexus *nexus, const nexus_run *run, lf_stream *stream)
 {
-    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
+    for (int32_t i = run->first; i < run->end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
         lf_status rc = lf__nexus_wait(nexus, c->ticket, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
-        if (i >= nexus->timed && !nexus->capture) add_time(nexus, c);
+        if (i >= nexus->timed && !nexus->capture) {
+            add_time(nexus, c);
+            nexus->timed = i + 1;
+        }
         rc = divide(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
     }
     return LF_OK;
 }
 
-/* The last marks are in: post, wait, divide. */
-static lf_status finish_step(lf_nexus *nexus, lf_stream *stream)
+/* Runs [first, end): the stream, or the host, waits once for all of them. The last one ends the step. */
+static lf_status take_runs(lf_nexus *nexus, int32_t first, int32_t end, lf_stream *stream)
+{
+    lf_status rc = LF_OK;
+    const int64_t began = lf__now_ns();
+    LF_TRY(lf__nexus_span_begin(nexus, first, stream));
+    for (int32_t r = first; r < end; r++) LF_TRY(wait_for_run(nexus, &nexus->plan.runs[r], stream));
+    LF_TRY(lf__nexus_span_end(nexus, first, stream));
+    if (!nexus->spans || !stream) nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
+    nexus->taken = end;
+    if (end < nexus->plan.n_runs) return LF_OK;
+    nexus->running = false;
+    if (nexus->capture) nexus->captured = true;
+    else nexus->steps++;
+out:
+    return rc;
+}
+
+/* The last marks are in: what nobody marked is cleared, what is left is posted. */
+static lf_status flush_step(lf_nexus *nexus, lf_stream *stream)
 {
     lf_status rc = LF_OK;
     LF_TRY(lf__stream_capture(stream, &nexus->capture));
     LF_TRY(order_behind_marks(nexus, stream));
     LF_TRY(clear_late_blocks(nexus, stream));
     LF_TRY(post_ready(nexus, stream));
-    const int64_t began = lf__now_ns();
-    LF_TRY(lf__nexus_span_begin(nexus, stream));
-    LF_TRY(wait_for_all(nexus, stream));
-    LF_TRY(lf__nexus_span_end(nexus, stream));
-    if (!nexus->spans[0].from || !stream) nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
+    nexus->flushed = true;
+    if (nexus->capture) lf__nexus_spans_recapture(nexus);
 out:
+    return rc;
+}
+
+/* A captured step's waits belong to its graph, and only to that. */
+static lf_status check_capture(const lf_nexus *nexus, lf_stream *stream)
+{
+    uint64_t capture = 0;
+    lf_status rc = lf__stream_capture(stream, &capture);
+    if (rc < 0 || capture == nexus->capture) return rc;
+    return LF_FAIL(LF_ERR_STATE, "the step was flushed %s a capture, and is taken %s it", nexus->capture ? "inside" : "outside",
+                   nexus->capture ? "outside" : "inside");
+}
+
+lf_status lf_nexus_flush(lf_nexus *nexus, lf_stream *stream)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(check_health(nexus));
+    if (!nexus->running) LF_THROW(LF_ERR_STATE, "no step was begun; hint: lf_nexus_begin");
+    if (nexus->flushed) LF_THROW(LF_ERR_STATE, "the step was flushed already; hint: lf_nexus_take, or lf_nexus_finish");
+    rc = flush_step(nexus, stream);
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    if (nexus->plan.n_runs == 0) LF_TRY(take_runs(nexus, 0, 0, stream)); /* nothing is trained */
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
+}
+
+lf_status lf_nexus_take(lf_nexus *nexus, lf_stream *stream, int32_t *first, int32_t *n)
+{
+    LF_CHECK_ARG(nexus && first && n, "nexus, first or n is NULL");
+    lf_status rc = LF_OK;
+    *first = *n = 0;
+    lf__lock(nexus->mutex);
+    LF_TRY(check_health(nexus));
+    if (!nexus->flushed) LF_THROW(LF_ERR_STATE, "no step was flushed; hint: lf_nexus_begin, marks, lf_nexus_flush");
+    if (!nexus->running) {
+        rc = LF_END;
+        goto out;
+    }
+    LF_TRY(check_capture(nexus, stream));
+    const int32_t r = nexus->taken;
+    rc = poll_posted(nexus);
+    if (rc == LF_OK) rc = take_runs(nexus, r, r + 1, stream);
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    *first = nexus->plan.runs[r].first;
+    *n = nexus->plan.runs[r].end - *first;
+out:
+    lf__unlock(nexus->mutex);
     return rc;
 }
 
@@ -356,11 +427,10 @@ lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream)
     lf__lock(nexus->mutex);
     LF_TRY(check_health(nexus));
     if (!nexus->running) LF_THROW(LF_ERR_STATE, "no step was begun; hint: lf_nexus_begin");
-    rc = finish_step(nexus, stream);
+    if (nexus->flushed) LF_TRY(check_capture(nexus, stream));
+    else rc = flush_step(nexus, stream);
+    if (rc == LF_OK) rc = take_runs(nexus, nexus->taken, nexus->plan.n_runs, stream);
     if (rc < 0) LF_TRY(fail_step(nexus, rc));
-    nexus->running = false;
-    if (nexus->capture) nexus->captured = true;
-    else nexus->steps++;
 out:
     lf__unlock(nexus->mutex);
     return rc;
@@ -420,7 +490,7 @@ lf_status lf_nexus_cancel(lf_nexus *nexus)
         LF_THROW(LF_ERR_STATE, "part of the step has run, so ranks no longer agree; hint: restart from a checkpoint");
     LF_TRY(lf__nexus_call_check(nexus));
     if (nexus->running || nexus->fault.status < 0) nexus->fault = (lf__fault){0};
-    nexus->running = false;
+    nexus->running = nexus->flushed = false;
 out:
     lf__unlock(nexus->mutex);
     return rc;

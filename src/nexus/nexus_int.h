@@ -47,10 +47,11 @@ typedef struct nexus_schedule {
     int32_t *owner; /* of a block: itself or what it is tied to; -1 for frozen ones */
 } nexus_schedule;
 
-/** Two events on the step's stream, around the waiting of one finish. */
+/** Two events on the step's stream, around one wait of it; opened when first used. */
 typedef struct nexus_span {
     lf_event *from, *to;
-    bool open; /* recorded and not yet read */
+    bool open;     /* recorded and not yet read; of a captured step: part of the newest capture */
+    double last_s; /* what was read last */
 } nexus_span;
 
 enum { SPANS = 4 };
@@ -65,7 +66,9 @@ struct lf_nexus {
     lf__mutex *mutex; /* guards all below */
     uint8_t *marked;  /* by block */
     bool running;
+    bool flushed;        /* everything of this step is posted; until the next begin */
     int32_t next, timed; /* chunks posted; of these, chunks whose time is known */
+    int32_t taken;       /* runs that were waited for */
     lf__fault fault;     /* the first failure, for good */
     lf_event *event;     /* what the streams of this step's marks have in common */
     bool event_used;
@@ -73,12 +76,11 @@ struct lf_nexus {
     int64_t steps, collectives, bytes, late_blocks;
     double exposed_s;
     lf__hist hist;
-    uint64_t capture;         /* that this step is part of; 0: it runs */
-    bool captured;            /* a whole step once was */
-    bool ran;                 /* something of this step was posted outside a capture */
-    nexus_span spans[SPANS];  /* of steps that ran; none on the CPU */
-    nexus_span captured_span; /* recorded anew by every replay */
-    double last_exposed_s;
+    uint64_t capture;  /* that this step is part of; 0: it runs */
+    bool captured;     /* a whole step once was */
+    bool ran;          /* something of this step was posted outside a capture */
+    nexus_span *spans; /* (SPANS + 1, n_runs), by the run that is waited for first: of steps that ran, and of the captured
+                                 one, recorded anew by every replay; NULL on the CPU */
 };
 
 /** Cut the map's groups into chunks of at most `chunk_bytes`, order them, and gather them into runs of at most `run_bytes`.
@@ -101,14 +103,16 @@ lf_status lf__nexus_call_replayed(lf_nexus *nexus, lf_stream *stream);
 lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats);
 lf_status lf__nexus_announce_memory(lf_nexus *nexus);
 
-/* nexus_time.c: how long finish kept the step waiting, by the device's clock. On the CPU all of these do nothing. */
+/* nexus_time.c: how long the step was kept waiting, by the device's clock. On the CPU all of these do nothing. */
 lf_status lf__nexus_spans_open(lf_nexus *nexus);
 void lf__nexus_spans_close(lf_nexus *nexus);
-/** Around the waiting of a finish on `stream`. */
-lf_status lf__nexus_span_begin(lf_nexus *nexus, lf_stream *stream);
-lf_status lf__nexus_span_end(lf_nexus *nexus, lf_stream *stream);
-/** Add to exposed_s what is known by now; of a captured step, the newest replay whose two events can be read. */
+/** Around one wait on `stream`, for run `run` and perhaps more. */
+lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream);
+lf_status lf__nexus_span_end(lf_nexus *nexus, int32_t run, lf_stream *stream);
+/** Add to exposed_s what is known by now; of a captured step, the newest replay whose events can be read. */
 void lf__nexus_spans_read(lf_nexus *nexus);
 void lf__nexus_span_of_replay(lf_nexus *nexus);
+/** A new capture begins to record its waits. */
+void lf__nexus_spans_recapture(lf_nexus *nexus);
 
 #endif

@@ -1,32 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How long a step waited for its reductions. On a device finish does not keep the host waiting, so two events on the step's stream
- * tell it, read later without waiting. */
+/* How long a step waited for its reductions. On a device a wait does not keep the host, so two events on the step's stream tell it,
+ * read later without waiting. */
 #include "nexus_int.h"
 
-static lf_status open_span(lf_nexus *nexus, nexus_span *span)
-{
-    lf_status rc = lf_event_open(nexus->device, &span->from);
-    return rc == LF_OK ? lf_event_open(nexus->device, &span->to) : rc;
-}
+static int32_t n_spans(const lf_nexus *nexus) { return (SPANS + 1) * nexus->plan.n_runs; }
 
-static void close_span(nexus_span *span)
-{
-    lf_event_close(span->from);
-    lf_event_close(span->to);
-}
+/* Of the captured step. */
+static nexus_span *captured_spans(const lf_nexus *nexus) { return nexus->spans + (ptrdiff_t)SPANS * nexus->plan.n_runs; }
 
 lf_status lf__nexus_spans_open(lf_nexus *nexus)
 {
-    lf_status rc = LF_OK;
-    if (lf__device_is_cpu(nexus->device)) return LF_OK;
-    for (int32_t i = 0; i < SPANS && rc == LF_OK; i++) rc = open_span(nexus, &nexus->spans[i]);
-    return rc == LF_OK ? open_span(nexus, &nexus->captured_span) : rc;
+    if (lf__device_is_cpu(nexus->device) || nexus->plan.n_runs == 0) return LF_OK;
+    nexus->spans = lf__alloc_array((size_t)n_spans(nexus), sizeof *nexus->spans);
+    return nexus->spans ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "times of %d runs", nexus->plan.n_runs);
 }
 
 void lf__nexus_spans_close(lf_nexus *nexus)
 {
-    for (int32_t i = 0; i < SPANS; i++) close_span(&nexus->spans[i]);
-    close_span(&nexus->captured_span);
+    for (int32_t i = 0; nexus->spans && i < n_spans(nexus); i++) {
+        lf_event_close(nexus->spans[i].from);
+        lf_event_close(nexus->spans[i].to);
+    }
+    lf__free(nexus->spans);
 }
 
 /* LF_AGAIN: not there yet. */
@@ -36,46 +31,60 @@ static lf_status read_span(lf_nexus *nexus, nexus_span *span)
     lf_status rc = lf_event_elapsed(span->from, span->to, &seconds);
     if (rc == LF_AGAIN) return rc;
     span->open = false;
-    if (rc == LF_OK) nexus->exposed_s += nexus->last_exposed_s = seconds;
+    if (rc == LF_OK) nexus->exposed_s += span->last_s = seconds;
     return rc;
 }
 
 void lf__nexus_spans_read(lf_nexus *nexus)
 {
-    for (int32_t i = 0; i < SPANS; i++)
-        if (nexus->spans[i].open) read_span(nexus, &nexus->spans[i]);
+    if (!nexus->spans) return;
+    for (nexus_span *span = nexus->spans; span < captured_spans(nexus); span++)
+        if (span->open) read_span(nexus, span);
 }
 
-static nexus_span *span_of(lf_nexus *nexus)
+static nexus_span *span_of(lf_nexus *nexus, int32_t run, const lf_stream *stream)
 {
-    return nexus->capture ? &nexus->captured_span : &nexus->spans[nexus->steps % SPANS];
+    if (!nexus->spans || !stream) return NULL;
+    return (nexus->capture ? captured_spans(nexus) : nexus->spans + nexus->steps % SPANS * nexus->plan.n_runs) + run;
 }
 
-lf_status lf__nexus_span_begin(lf_nexus *nexus, lf_stream *stream)
+lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream)
 {
-    nexus_span *span = span_of(nexus);
-    if (!span->from || !stream) return LF_OK;
-    if (span->open && read_span(nexus, span) == LF_AGAIN) nexus->exposed_s += nexus->last_exposed_s; /* SPANS steps behind */
+    nexus_span *span = span_of(nexus, run, stream);
+    lf_status rc = LF_OK;
+    if (!span) return LF_OK;
+    if (!span->from) rc = lf_event_open(nexus->device, &span->from);
+    if (!span->to && rc == LF_OK) rc = lf_event_open(nexus->device, &span->to);
+    if (rc < 0) return rc;
+    if (span->open && !nexus->capture && read_span(nexus, span) == LF_AGAIN)
+        nexus->exposed_s += span->last_s; /* behind by SPANS */
     span->open = false;
     return lf_event_record(span->from, stream);
 }
 
-lf_status lf__nexus_span_end(lf_nexus *nexus, lf_stream *stream)
+lf_status lf__nexus_span_end(lf_nexus *nexus, int32_t run, lf_stream *stream)
 {
-    nexus_span *span = span_of(nexus);
-    if (!span->to || !stream) return LF_OK;
+    nexus_span *span = span_of(nexus, run, stream);
+    if (!span) return LF_OK;
     lf_status rc = lf_event_record(span->to, stream);
-    span->open = rc == LF_OK && !nexus->capture;
+    span->open = rc == LF_OK;
     return rc;
+}
+
+void lf__nexus_spans_recapture(lf_nexus *nexus)
+{
+    for (int32_t i = 0; nexus->spans && i < nexus->plan.n_runs; i++) captured_spans(nexus)[i].open = false;
 }
 
 /* The next replay may be recording the events already: a pair of two replays reads as not ready or below zero, and then the last good
  * reading stands for this step. */
 void lf__nexus_span_of_replay(lf_nexus *nexus)
 {
-    double seconds = 0;
-    const nexus_span *span = &nexus->captured_span;
-    if (!span->from) return;
-    if (lf_event_elapsed(span->from, span->to, &seconds) == LF_OK && seconds >= 0) nexus->last_exposed_s = seconds;
-    nexus->exposed_s += nexus->last_exposed_s;
+    for (int32_t i = 0; nexus->spans && i < nexus->plan.n_runs; i++) {
+        nexus_span *span = &captured_spans(nexus)[i];
+        double seconds = 0;
+        if (!span->open) continue;
+        if (lf_event_elapsed(span->from, span->to, &seconds) == LF_OK && seconds >= 0) span->last_s = seconds;
+        nexus->exposed_s += span->last_s;
+    }
 }

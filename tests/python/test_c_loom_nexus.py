@@ -293,6 +293,22 @@ def test_nexus_posts_from_the_thread_that_marks(cpu):
     assert stats["steps"] == 1 and stats["collectives"] == 5 and stats["late_blocks"] == 0
 
 
+def test_nexus_hands_out_runs(cpu):
+    m, t = make_map(cpu, [("a", 100, F32, 0), ("b", 3000, F32, 1), ("c", 10, BF16, 1)]), Recorder()
+    nexus = _C.nexus_open(m, t, {"timeout_s": 7.5, "chunk_bytes": "4KiB"})
+    chunks = _C.nexus_chunks(nexus)
+    _C.nexus_begin(nexus)
+    with pytest.raises(_C.Error, match="lf_nexus_flush"):
+        _C.nexus_take(nexus, 0)
+    t.waits.clear()
+    _C.nexus_flush(nexus, 0)
+    assert not t.waits
+    taken = list(iter(lambda: _C.nexus_take(nexus, 0), None))
+    assert [i for first, n in taken for i in range(first, first + n)] == list(range(len(chunks))) and len(t.waits) == len(chunks)
+    assert [chunks[first]["run"] for first, _ in taken] == list(range(len(taken))) and len(taken) > 1
+    assert _C.nexus_stats(nexus)["steps"] == 1
+
+
 def test_nexus_sums_by_a_python_transport(cpu):
     """Two ranks as threads, summing through Python."""
 

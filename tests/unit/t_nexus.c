@@ -155,6 +155,20 @@ static void order_of_marks(int32_t seed, int32_t step, int32_t *order, int32_t n
     }
 }
 
+/* Flushed, then taken run by run; `whole` after that many runs, what is left in one go. */
+static lf_status take_all(rank *r, lf_nexus *nexus, int32_t whole, lf_stream *stream)
+{
+    int32_t first = 0, n = 0, next = 0;
+    lf_status rc = lf_nexus_flush(nexus, stream);
+    for (int32_t i = 0; rc == LF_OK && i < whole; i++) {
+        rc = lf_nexus_take(nexus, stream, &first, &n);
+        if (rc == LF_OK && (first != next || n < 1)) WRONG("run %d is chunks %d to %d, expected %d", i, first, first + n, next);
+        next = first + n;
+    }
+    if (rc == LF_END) return next == 0 ? LF_OK : LF_ERR_INTERNAL; /* next is 0 once all are taken */
+    return rc == LF_OK ? lf_nexus_finish(nexus, stream) : rc;
+}
+
 static lf_status reduce_once(rank *r, lf_nexus *nexus, const lf_map *map, int32_t step, lf_stream *stream)
 {
     int32_t order[100], n = lf_map_n_blocks(map);
@@ -167,7 +181,8 @@ static lf_status reduce_once(rank *r, lf_nexus *nexus, const lf_map *map, int32_
         write_grad(map, r->t.rank, step, order[i], late);
         if (!late) rc = lf_nexus_mark(nexus, order[i], stream);
     }
-    return rc == LF_OK ? lf_nexus_finish(nexus, stream) : rc;
+    if (rc < 0) return rc;
+    return step == 0 ? lf_nexus_finish(nexus, stream) : take_all(r, nexus, step == 1 ? INT32_MAX : 3, stream);
 }
 
 static void check_sums(rank *r, const lf_map *map, int32_t step, float divisor)
@@ -478,6 +493,73 @@ TEST(nexus_runs_do_not_depend_on_marks)
     CHECK_EQ(stats.collectives, 5 * n_chunks);
     CHECK(stats.p50_s == 1 && stats.p99_s == 3 && stats.busy_s == 4); /* the transport's own clock */
     lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
+static void mark_some(lf_nexus *nexus, const lf_map *map)
+{
+    CHECK_OK(lf_nexus_begin(nexus));
+    mark_layer(nexus, map, INT32_MAX, NULL);
+    mark_layer(nexus, map, N_LAYERS - 1, NULL);
+}
+
+/* A flushed step hands out the table's runs in order, and waits for one run at a time, with and without a transport that knows of
+ * runs. */
+TEST(nexus_hands_out_runs)
+{
+    set_up();
+    recorder rec;
+    lf_nexus *nexus;
+    lf_map *map = make_map(1, 0);
+    for (int32_t full = 0; full < 2; full++) {
+        int32_t first = -1, n = -1, next = 0, runs = 0;
+        double x = 1;
+        if (full) open_full_recorder(&rec, map, 16384, 0, &nexus);
+        else open_recorder(&rec, map, 4096, &nexus);
+        const int32_t n_chunks = lf_nexus_n_chunks(nexus);
+        CHECK_STATUS(lf_nexus_flush(nexus, NULL), LF_ERR_STATE);
+        CHECK_STATUS(lf_nexus_take(nexus, NULL, &first, &n), LF_ERR_STATE);
+        mark_some(nexus, map);
+        CHECK_STATUS(lf_nexus_take(nexus, NULL, &first, &n), LF_ERR_STATE);
+        CHECK_HAS(lf_error_text(), "lf_nexus_flush");
+        CHECK_OK(lf_nexus_flush(nexus, NULL));
+        CHECK_EQ(rec.n_posts, n_chunks);
+        CHECK_EQ(rec.n_waits, 0);
+        CHECK_STATUS(lf_nexus_flush(nexus, NULL), LF_ERR_STATE);
+        CHECK_HAS(lf_error_text(), "flushed already");
+        CHECK_STATUS(lf_nexus_mark(nexus, 0, NULL), LF_ERR_STATE);
+        CHECK_HAS(lf_error_text(), "embed is marked after lf_nexus_flush");
+        while (lf_nexus_take(nexus, NULL, &first, &n) == LF_OK) {
+            lf_chunk_info c = {.size = sizeof c};
+            CHECK_EQ(first, next);
+            next = first + n;
+            CHECK_EQ(rec.n_waits, next);
+            for (int32_t i = first; i < next; i++) {
+                CHECK_OK(lf_nexus_get_chunk(nexus, i, &c));
+                CHECK_EQ(c.run, runs);
+            }
+            runs++;
+            if (next == n_chunks) break;
+            CHECK_STATUS(lf_nexus_begin(nexus), LF_ERR_STATE);
+            CHECK_STATUS(lf_nexus_reduce(nexus, &x, 1, LF_DTYPE_F64, NULL), LF_ERR_STATE);
+        }
+        CHECK(next == n_chunks && runs > N_LAYERS);
+        for (int32_t i = 0; i < 2; i++) CHECK_STATUS(lf_nexus_take(nexus, NULL, &first, &n), LF_END);
+        CHECK(first == 0 && n == 0);
+        CHECK_STATUS(lf_nexus_finish(nexus, NULL), LF_ERR_STATE);
+        lf_nexus_stats stats = {.size = sizeof stats};
+        CHECK_OK(lf_nexus_get_stats(nexus, &stats));
+        CHECK(stats.steps == 1 && stats.collectives == n_chunks && stats.exposed_s > 0);
+        rec.n_posts = rec.n_waits = rec.n_runs = 0;
+        mark_some(nexus, map);
+        CHECK_OK(lf_nexus_flush(nexus, NULL));
+        CHECK_OK(lf_nexus_take(nexus, NULL, &first, &n));
+        rec.fail_wait = n;
+        CHECK_STATUS(lf_nexus_take(nexus, NULL, &first, &n), LF_ERR_TIMEOUT);
+        CHECK_HAS(lf_error_text(), "chunk ");
+        CHECK_STATUS(lf_nexus_take(nexus, NULL, &first, &n), LF_ERR_TIMEOUT); /* for good */
+        lf_nexus_close(nexus);
+    }
     lf_map_unref(map);
 }
 

@@ -340,7 +340,11 @@ static lf_status one_step(rank *r, lf_nexus *nexus, lf_map *map, int32_t step)
         for (int64_t i = 0; i < n; i++) g[i] = value(r->rank, step * 100 + block, i);
         if (!is_late(r->rank, step, block)) rc = lf_nexus_mark(nexus, block, r->stream);
     }
-    if (rc == LF_OK) rc = lf_nexus_finish(nexus, r->stream);
+    if (rc == LF_OK && step % 2) rc = lf_nexus_flush(nexus, r->stream); /* taken run by run, or as one */
+    for (int32_t first, n; rc == LF_OK && step % 2 && (rc = lf_nexus_take(nexus, r->stream, &first, &n)) == LF_OK;)
+        ;
+    if (rc == LF_END) rc = LF_OK;
+    else if (rc == LF_OK) rc = lf_nexus_finish(nexus, r->stream);
     return rc == LF_OK ? lf_stream_sync(r->stream) : rc;
 }
 
@@ -452,9 +456,11 @@ static void captured_step(rank *r)
     lf_nexus_get_stats(nexus, &after);
     if (after.steps != before.steps || after.collectives != before.collectives) WRONG("capturing counts as a step");
     fake.capture(0);
+    const double exposed_s = after.exposed_s;
     for (int32_t i = 0; i < 100 && r->status == LF_OK; i++) r->status = lf_nexus_replayed(nexus, r->stream);
     if (r->status == LF_OK) r->status = lf_nexus_settle(nexus);
     lf_nexus_get_stats(nexus, &after);
+    if (!(after.exposed_s > exposed_s)) WRONG("replays wait for nothing");
     if (after.steps != before.steps + 100 || after.collectives != before.collectives * 101) WRONG("replays are not counted");
     if (r->status == LF_OK) r->status = one_step(r, nexus, map, 5); /* eager again */
     if (r->status == LF_OK) check_step(r, map, 5);
@@ -477,13 +483,21 @@ static void broken_capture(rank *r)
     r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
     if (r->status == LF_OK) r->t.close = NULL;
     if (r->status == LF_OK) r->status = one_step(r, nexus, map, 0);
-    for (int32_t how = 0; how < 2 && r->status == LF_OK; how++) {
+    for (int32_t how = 0; how < 3 && r->status == LF_OK; how++) {
         fake.capture(9);
         r->status = lf_nexus_begin(nexus);
         for (int32_t k = lf_map_n_blocks(map) - 1; k >= 3 && r->status == LF_OK; k--)
             r->status = lf_nexus_mark(nexus, k, r->stream);
         fake.capture(how ? UINT64_MAX : 0); /* the caller's own code fails, or ours finds the capture broken */
-        if (how && lf_nexus_finish(nexus, r->stream) != LF_ERR_STATE) WRONG("finishing a broken capture");
+        int32_t first, n;
+        if (how == 1 && lf_nexus_finish(nexus, r->stream) != LF_ERR_STATE) WRONG("finishing a broken capture");
+        if (how == 2) { /* flushed as part of the graph, taken when there is none any more */
+            fake.capture(9);
+            r->status = lf_nexus_flush(nexus, r->stream);
+            fake.capture(0);
+            if (lf_nexus_take(nexus, r->stream, &first, &n) != LF_ERR_STATE) WRONG("taking outside the capture");
+            if (lf_nexus_finish(nexus, r->stream) != LF_ERR_STATE) WRONG("finishing outside the capture");
+        }
         if (r->status == LF_OK) r->status = lf_nexus_cancel(nexus);
         fake.capture(0);
         if (r->status == LF_OK) r->status = one_step(r, nexus, map, 1);
