@@ -175,6 +175,45 @@ LF_API lf_status lf_nexus_cancel(lf_nexus *nexus);
  *  it and watch over it.  @return LF_ERR_STATE (nothing was captured); the handle's error. */
 LF_API lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream);
 
+/** The largest entries of an array, with error feedback: what the sparse form does to one chunk, by itself (in Python:
+ *  topk_allreduce). A round is fold; select on one rank, whose mask then goes to all; pack; the values' sum over ranks; scatter.
+ *  For every entry what is packed and what stays in the residual add up exactly to gradient + old residual, rounded once to f32.
+ *  Sources: Lin et al., "Deep Gradient Compression", ICLR 2018 (top-k with the rest kept); Chen et al., "ScaleCom", NeurIPS 2020
+ *  (one rank in turn selects for all, so that an ordinary all-reduce can sum); radix select: Alabi et al., "Fast K-Selection
+ *  Algorithms for Graphics Processing Units", JEA 2012.
+ *
+ *  All memory is the device's and the caller's. It, and this struct, must stay until the work on `stream` is done. Same bits on
+ *  every device, in every run. */
+typedef struct lf_topk {
+    size_t size;
+    int64_t count, k; /* entries; of these taken: 1 to count, 0 for an empty array */
+    const void *data; /* (count) the gradient */
+    void *out;        /* (count) the dense result; may be `data` */
+    float *residual;  /* (count) */
+    int64_t *mask;    /* ((count + 63) / 64) bit i % 64 of word i / 64 is entry i's */
+    void *values;     /* (k) */
+    void *scratch;    /* lf_topk_scratch_bytes; arrays worked on one after another may share it */
+    int32_t dtype;    /* of data, out and values: F32 or BF16 */
+    int32_t keep;     /* 0: forget the residual instead of adding it */
+    float factor;     /* that scatter multiplies by */
+} lf_topk;
+
+/** Bytes of scratch for `count` entries, about an eighth of a byte for each. */
+LF_API int64_t lf_topk_scratch_bytes(int64_t count);
+/** residual = data + residual (keep 0: data). Reads data, residual.
+ *  @param stream of the device; NULL: now, done on return.
+ *  @return of this and the next three: LF_OK; LF_ERR_INVALID (size, count, k, dtype or a pointer); LF_ERR_UNSUPPORTED (a device
+ *  without these kernels); LF_ERR_DEVICE. */
+LF_API lf_status lf_topk_fold(lf_device *device, const lf_topk *topk, lf_stream *stream);
+/** mask = the k entries of the residual largest in magnitude. Exactly k: of equal ones those in front; NaN counts above infinity, so
+ *  neither is ever passed over. */
+LF_API lf_status lf_topk_select(lf_device *device, const lf_topk *topk, lf_stream *stream);
+/** values = the residual's entries in the mask, in order, in the data's dtype; what rounding them loses stays in the residual, and
+ *  nothing of those that are not finite.  @return also LF_ERR_PEER on the CPU: the mask has not k entries. */
+LF_API lf_status lf_topk_pack(lf_device *device, const lf_topk *topk, lf_stream *stream);
+/** out = values * factor at the mask's places, 0 elsewhere.  @return as lf_topk_pack. */
+LF_API lf_status lf_topk_scatter(lf_device *device, const lf_topk *topk, lf_stream *stream);
+
 /** A transport inside one process: `world` ends, used by one thread each, that sum each other's data in rank order (BF16 in
  *  f32, rounded once), for tests and dry runs. An end that closes early, posts another count or dtype than rank 0, or gives up
  *  after its timeout makes the others' open operations fail with LF_ERR_PEER. Streams given to post must be done or closed

@@ -6,16 +6,14 @@
 
 /* ---- opening --------------------------------------------------------------------------------------------------------- */
 
-static lf_status find_kernels(lf_nexus *nexus)
+lf_status lf__nexus_find_kernels(lf_device *device, const lf__nexus_kernels **kernels)
 {
-    nexus->kernels = &lf__nexus_cpu;
-    if (lf__device_is_cpu(nexus->device)) return LF_OK;
-    const void *found = NULL;
-    lf_status rc = lf__device_kernels(nexus->device, "nexus", &found);
-    nexus->kernels = found;
-    if (rc == LF_OK && nexus->kernels->size != sizeof(lf__nexus_kernels))
+    const void *found = &lf__nexus_cpu;
+    lf_status rc = lf__device_is_cpu(device) ? LF_OK : lf__device_kernels(device, "nexus", &found);
+    *kernels = found;
+    if (rc == LF_OK && (*kernels)->size != sizeof(lf__nexus_kernels))
         return LF_FAIL(LF_ERR_UNSUPPORTED, "kernels %s have a table of %u bytes, expected %zu; hint: rebuild both together",
-                       nexus->kernels->name, nexus->kernels->size, sizeof(lf__nexus_kernels));
+                       (*kernels)->name, (*kernels)->size, sizeof(lf__nexus_kernels));
     return rc;
 }
 
@@ -40,7 +38,7 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc < 0) return rc;
     nexus->device = lf_map_device(nexus->map);
     if (!nexus->device) return LF_FAIL(LF_ERR_STATE, "the map is not allocated; hint: lf_map_allocate before lf_nexus_open");
-    rc = find_kernels(nexus);
+    rc = lf__nexus_find_kernels(nexus->device, &nexus->kernels);
     if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
     if (rc == LF_OK) rc = lf__nexus_spans_open(nexus);
     if (rc == LF_OK) rc = resolve_chunks(nexus);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CPU: scaling a chunk. */
+/* CPU: scaling a chunk, and the table; top-k is in nexus_select.c. */
 #include "nexus_int.h"
 
 enum { BLOCK = 65536 };
@@ -32,4 +32,4 @@ static lf_status scale(void *context, void *stream, int32_t now, void *data, int
     return LF_OK;
 }
 
-const lf__nexus_kernels lf__nexus_cpu = {sizeof(lf__nexus_kernels), "cpu", scale};
+const lf__nexus_kernels lf__nexus_cpu = {sizeof(lf__nexus_kernels), "cpu", scale, lf__nexus_cpu_topk};

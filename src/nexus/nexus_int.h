@@ -7,15 +7,27 @@
 #include "device/device_int.h"
 #include "loongforge/nexus.h"
 
+/** Parts of top-k: lf_topk_fold and so on. FLUSH: out = data + residual in the data's dtype, residual = what that rounds away. */
+enum { LF__TOPK_FOLD, LF__TOPK_SELECT, LF__TOPK_PACK, LF__TOPK_SCATTER, LF__TOPK_FLUSH };
+/** Scratch of a tile of entries: bins for a digit of its magnitudes, and one more number. */
+enum { LF__TOPK_TILE = 65536, LF__TOPK_BINS = 2048 };
+
 /** What NexusSync needs from a device besides copies. `now` 1: finished on return. */
 typedef struct lf__nexus_kernels {
     uint32_t size; /* sizeof(lf__nexus_kernels) */
     const char *name;
     /* data: (count) of F32 or BF16, multiplied in place */
     lf_status (*scale)(void *context, void *stream, int32_t now, void *data, int64_t count, int32_t dtype, float factor);
+    /* part: LF__TOPK_* */
+    lf_status (*topk)(void *context, void *stream, int32_t now, const lf_topk *t, int32_t part);
 } lf__nexus_kernels;
 
 extern const lf__nexus_kernels lf__nexus_cpu;
+lf_status lf__nexus_cpu_topk(void *context, void *stream, int32_t now, const lf_topk *t, int32_t part);
+/** One part of top-k in order of `stream`; `t` must stay until it is done. */
+lf_status lf__nexus_topk(lf_device *device, const lf__nexus_kernels *kernels, const lf_topk *t, int32_t part, lf_stream *stream);
+/** The table of a device. LF_ERR_UNSUPPORTED: it has none, or one of another build. */
+lf_status lf__nexus_find_kernels(lf_device *device, const lf__nexus_kernels **kernels);
 
 typedef struct nexus_chunk {
     int32_t group, dtype, layer; /* layer: the one that backward finishes last */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Stands in for libloongforge_cuda.so: a device "cuda" whose streams are the CPU's worker threads, so that what sits on top of a GPU
  * (NexusSync over NCCL) can be tested without one. A native stream is a pointer to the CPU's stream; fake_nccl.c queues its
- * "kernels" there. It carries a copy of src/base and src/device/cpu; errors go to the library that loaded it. */
+ * "kernels" there. It carries a copy of src/base, src/device/cpu and NexusSync's top-k; errors go to the library that loaded it. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -239,7 +239,28 @@ static lf_status scale(void *context, void *stream, int32_t now, void *data, int
     return lf__cpu_stream_run(context, now ? NULL : stream, run_scale, j);
 }
 
-static const lf__nexus_kernels nexus_kernels = {sizeof nexus_kernels, "fake", scale};
+typedef struct topk_job {
+    lf_topk t;
+    int32_t part;
+} topk_job;
+
+static lf_status run_topk(void *user)
+{
+    topk_job *j = user;
+    lf_status rc = lf__nexus_cpu_topk(NULL, NULL, 1, &j->t, j->part);
+    free(j);
+    return rc;
+}
+
+static lf_status topk(void *context, void *stream, int32_t now, const lf_topk *t, int32_t part)
+{
+    topk_job *j = malloc(sizeof *j);
+    if (!j) return lf__fail(LF_ERR_NOMEM, "topk");
+    *j = (topk_job){*t, part};
+    return lf__cpu_stream_run(context, now ? NULL : stream, run_topk, j);
+}
+
+static const lf__nexus_kernels nexus_kernels = {sizeof nexus_kernels, "fake", scale, topk};
 
 static const void *fake_kernels(void *context, const char *crew)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* NexusSync on CUDA: the table. */
+#include "nexus_cuda.h"
 #include "device/cuda/cuda_int.h"
 #include "nexus/nexus_int.h"
-#include "nexus_cuda.h"
 
 extern const lf__nexus_kernels lf__nexus_cuda;
 
@@ -19,4 +19,4 @@ static lf_status scale(void *context, void *stream, int32_t now, void *data, int
     return rc;
 }
 
-const lf__nexus_kernels lf__nexus_cuda = {sizeof(lf__nexus_kernels), "cuda", scale};
+const lf__nexus_kernels lf__nexus_cuda = {sizeof(lf__nexus_kernels), "cuda", scale, NULL};
