@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What summing gradients over GPUs costs a step of n16: every rank alone against all together, as captured graphs, in one run.
 
-torchrun --nproc-per-node 2 bench/nexus.py                        exposed communication, scaling, and variants of the options
-torchrun --nproc-per-node 2 bench/nexus.py --variants default     only the defaults
+torchrun --nproc-per-node 2 bench/nexus.py                        scaling, waiting, variants of the options, and DDP
+torchrun --nproc-per-node 2 bench/nexus.py --variants default     of our variants only the defaults
+
+nexus.exposed_pct is the time that the step's stream waited for sums, by the device's clock; nexus.slower_pct all that a step got
+longer by, also because sums and products share multiprocessors and memory. DDP goes around the same accelerated model (ddp.py).
 
 For the bandwidth of sums by themselves: loongforge sync bench.
 """
@@ -17,18 +20,21 @@ import time
 
 import torch
 import torch.distributed as dist
+from ddp import unwrap, wrap
 from loom import Ours, median_s
 from report import Report
 
 from loongforge import NexusSync
 from loongforge.graph import StepGraph
-from loongforge.models.gr00t_n16 import preset
+from loongforge.models.gr00t_n16 import identity, preset
 
 MIB = 1 << 20
 VARIANTS = {
     "default": {},
+    "chunks 16 MiB": {"chunk_bytes": 16 * MIB},
     "chunks 64 MiB": {"chunk_bytes": 64 * MIB},
     "chunks 256 MiB": {"chunk_bytes": 256 * MIB, "run_bytes": 256 * MIB},
+    "4 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 4},
     "8 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 8},
     "16 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 16},
     "high priority": {"chunk_bytes": 64 * MIB, "priority": -1},
@@ -44,6 +50,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--grad-f32", action="store_true", help="gradients in f32: twice the bytes")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument("--ddp", default="25,100,100 captured", help="sizes of DDP's buckets in MB, comma-separated; '': without")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no variant later than this")
     parser.add_argument("--out", help="file that results are appended to")
     return parser.parse_args()
@@ -56,10 +63,72 @@ def slowest(seconds: float) -> float:
     return times.item()
 
 
+def start_over(ours) -> None:
+    ours.graph.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def run_variant(a, ours, name: str, alone: float, report) -> float:
+    """-> token/s of all ranks"""
+    start_over(ours)
+    sync = NexusSync(ours.model, reduce="sum", **VARIANTS[name])
+    ours.model.reduce_stats = sync.reduce_stats
+    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, sync=sync)
+    for _ in range(5):
+        ours.step()
+    sync.settle()
+    before = sync.stats()
+    together = slowest(median_s(ours.step, a.steps, 2))
+    sync.settle()
+    stats, moved = sync.stats(), sum(c["bytes"] for c in sync.chunks())
+    waited = (stats["exposed_s"] - before["exposed_s"]) / (stats["steps"] - before["steps"])
+    rate, scaled = sync.world * a.batch * a.seq / together, sync.world * a.batch * a.seq / alone
+    if report:
+        print(
+            f"{name}: {1e3 * together:.2f} ms, {rate:,.0f} token/s on {sync.world} ({rate / scaled:.3f}), waited "
+            f"{1e3 * waited:.2f} ms, {moved / 1e9:.2f} GB a step, {len(sync.chunks())} chunks, {sync.describe()}; "
+            f"{ours.graph.reason or 'captured'}",
+            file=sys.stderr,
+        )
+        label = "" if name == "default" else f"/{name}"
+        report.add(f"nexus.exposed_pct{label}", round(100 * waited / together, 2), "%")
+        report.add(f"nexus.slower_pct{label}", round(100 * (1 - alone / together), 2), "%")
+        report.add(f"nexus.scaling_{sync.world}{label}", round(rate), "token/s", f"{sync.world} x alone", round(scaled))
+    sync.close()
+    ours.model.reduce_stats = identity
+    return rate
+
+
+def run_ddp(a, ours, name: str, best: float, report) -> None:
+    """name: MB of a bucket, and perhaps 'captured'"""
+    start_over(ours)
+    mb, _, captured = name.partition(" ")
+    aside = torch.cuda.Stream()  # where torch's notes on CUDA graphs want it made
+    with torch.cuda.stream(aside):
+        called = wrap(ours.model, bucket_mb=int(mb), group=dist.new_group(backend="nccl"))
+
+    def forward_backward(images, tokens):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = called(images, tokens)
+        loss.backward()
+        return loss.detach()
+
+    ours.graph = StepGraph(forward_backward, ours.optimizer, enabled=bool(captured), warmup=11)
+    seconds = slowest(median_s(ours.step, a.steps, 14 if captured else 5))
+    rate = dist.get_world_size() * a.batch * a.seq / seconds
+    if report:
+        print(f"DDP, {name}: {1e3 * seconds:.2f} ms, {rate:,.0f} token/s; {ours.graph.reason or 'captured'}", file=sys.stderr)
+        if best:
+            label = "" if name == "100 captured" else f"/{name}"
+            report.add(f"nexus.vs_ddp{label}", round(best), "token/s", f"DDP, buckets of {name}", round(rate))
+    unwrap(ours.model)
+
+
 def main():
     a, began = arguments(), time.monotonic()
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     config = preset("n16").with_(attention="dense", balance_weight=0.0, n_layers=a.layers)
@@ -72,36 +141,15 @@ def main():
             f"alone: {1e3 * alone:.2f} ms, {tokens / alone:,.0f} token/s a GPU; {ours.graph.reason or 'captured'}",
             file=sys.stderr,
         )
-    for name in a.variants.split(","):
+    best = 0.0
+    for name in filter(None, a.variants.split(",")):
         if slowest(time.monotonic() - began) > a.seconds:
             break
-        ours.graph.forget()
-        gc.collect()
-        torch.cuda.empty_cache()
-        sync = NexusSync(ours.model, reduce="sum", **VARIANTS[name])
-        ours.model.reduce_stats = sync.reduce_stats
-        ours.graph = StepGraph(ours._forward_backward, ours.optimizer, sync=sync)
-        together = slowest(median_s(ours.step, a.steps, 5))
-        sync.settle()
-        stats, moved = sync.stats(), sum(c["bytes"] for c in sync.chunks())
-        if rank == 0:
-            exposed = 100 * (1 - alone / together)
-            print(
-                f"{name}: {1e3 * together:.2f} ms, {world * tokens / together:,.0f} token/s on {world}, {exposed:.2f} % exposed "
-                f"(finish waited {1e3 * stats['exposed_s'] / max(stats['steps'], 1):.2f} ms), {moved / 1e9:.2f} GB a step, "
-                f"{len(sync.chunks())} chunks, {sync.describe()}; {ours.graph.reason or 'captured'}",
-                file=sys.stderr,
-            )
-            label = "" if name == "default" else f"/{name}"
-            report.add(f"nexus.exposed_pct{label}", round(exposed, 2), "%")
-            report.add(
-                f"nexus.scaling_{world}{label}",
-                round(world * tokens / together),
-                "token/s",
-                f"{world} x alone",
-                round(world * tokens / alone),
-            )
-        sync.close()
+        best = max(best, run_variant(a, ours, name, alone, report))
+    for name in filter(None, a.ddp.split(",")):
+        if slowest(time.monotonic() - began) > a.seconds:
+            break
+        run_ddp(a, ours, name, best, report)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

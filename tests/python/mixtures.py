@@ -165,9 +165,9 @@ class ByMethod(nn.Module):
 
     def __init__(self, e=6):
         super().__init__()
-        self.experts = nn.ModuleList(SwiGLU(("gate_proj", "up_proj", "down_proj"), 12) for _ in range(e))
+        self.experts = nn.ModuleList(SwiGLU(("gate_proj", "up_proj", "down_proj"), 24) for _ in range(e))
         self.gate = TopK(e, 3)
-        self.shared_experts = SwiGLU(("gate_proj", "up_proj", "down_proj"), 12)
+        self.shared_experts = SwiGLU(("gate_proj", "up_proj", "down_proj"), 24)
 
     def moe(self, hidden, ids, weight):
         return Mixture.loop(self, hidden, ids, weight)
@@ -190,7 +190,7 @@ class TopK(nn.Module):
 class FusedExperts(nn.Module):
     """As in transformers 5: all experts in two parameters."""
 
-    def __init__(self, e=6, hidden=12):
+    def __init__(self, e=6, hidden=24):
         super().__init__()
         self.num_experts = e
         self.gate_up_proj = nn.Parameter(torch.randn(e, 2 * hidden, D) * 0.2)
@@ -220,7 +220,7 @@ class ListedExperts(nn.ModuleList):
     """The experts as a list that has a forward."""
 
     def __init__(self):
-        super().__init__(SwiGLU(("w1", "w3", "w2"), 12) for _ in range(6))
+        super().__init__(SwiGLU(("w1", "w3", "w2"), 24) for _ in range(6))
 
     def forward(self, tokens, top_k_index, top_k_weights):
         y = torch.zeros_like(tokens)

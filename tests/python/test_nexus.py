@@ -25,12 +25,13 @@ def scenes(tmp_path_factory):
     return path
 
 
-def launch(world, *args):
-    command = [sys.executable, str(MULTI / "two_ranks.py"), *map(str, args)]
+def launch(world, *args, program="two_ranks.py"):
+    command = [sys.executable, str(MULTI / program), *map(str, args)]
     if world > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def distance(a, b):
@@ -50,6 +51,10 @@ def test_two_ranks_equal_one_with_twice_the_batch(scenes, tmp_path):
     launch(2, scenes, tmp_path / "again.pt", 1)
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again["losses"] == two["losses"]  # bit for bit
+
+
+def test_gradients_are_those_of_ddp():
+    assert "gradients agree" in launch(2, program="ddp_ranks.py")
 
 
 def test_micro_steps_reduce_once(scenes, tmp_path):
