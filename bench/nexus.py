@@ -74,7 +74,7 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
     start_over(ours)
     sync = NexusSync(ours.model, reduce="sum", **VARIANTS[name])
     ours.model.reduce_stats = sync.reduce_stats
-    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, sync=sync)
+    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, sync=sync, overlap_update=True)
     for _ in range(5):
         ours.step()
     sync.settle()

@@ -154,6 +154,11 @@ LF_API lf_status lf_map_find(const lf_map *map, const char *name, int32_t *index
  *  @param ranges room for `*n_ranges` entries (n is always enough); on return `*n_ranges` is how many were written. */
 LF_API lf_status lf_map_cover(const lf_map *map, const int32_t *index, int32_t n, lf_range *ranges, int32_t *n_ranges);
 
+/** What two lists of ranges have in common: for each of `a` in order, its parts that lie in ranges of `b`, in order of `b`.
+ *  @param out room for `*n_out` entries; on return `*n_out` is how many there are.
+ *  @return LF_OK; LF_ERR_NOMEM: they do not all fit (with no room this counts them); LF_ERR_INVALID. */
+LF_API lf_status lf_ranges_common(const lf_range *a, int32_t n_a, const lf_range *b, int32_t n_b, lf_range *out, int32_t *n_out);
+
 /** Address of a range's first element in a role's plane. NULL when there is none: not allocated, role absent, out of bounds. */
 LF_API void *lf_map_address(const lf_map *map, const lf_range *range, int32_t role);
 

@@ -27,6 +27,9 @@ int lfpy_options(const char *section, void *options, size_t size, PyObject *dict
  *  elsewhere 0 means the device's default stream, as PyTorch has it. 0, or -1 with an exception. Needs the GIL. */
 int lfpy_stream(lf_device *device, unsigned long long native, lf_stream **stream);
 
+/** A list [(klass, offset, count), …] as an array of *n, for PyMem_Free; NULL with an exception. */
+lf_range *lfpy_ranges(PyObject *list, int32_t *n);
+
 /** Run one expression without the GIL. */
 #define LFPY_FREE_GIL(expr)          \
     do {                             \

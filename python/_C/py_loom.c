@@ -167,24 +167,8 @@ static lf_range *next_ranges(reader *r, int32_t *n)
     PyObject *list = next_object(r);
     *n = 0;
     if (r->bad || !list) return NULL;
-    Py_ssize_t size = PyList_Check(list) ? PyList_Size(list) : -1;
-    lf_range *ranges = size >= 0 && size < INT32_MAX ? PyMem_Malloc(((size_t)size + 1) * sizeof *ranges) : NULL;
-    r->bad = 1;
-    if (size < 0) return PyErr_Format(PyExc_TypeError, "ranges is %R, expected a list of (klass, offset, count)", list), NULL;
-    if (!ranges) return PyErr_NoMemory(), NULL;
-    for (; *n < size; ++*n) {
-        PyObject *item = PyList_GetItem(list, *n);
-        int klass;
-        long long offset, count;
-        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "iLL", &klass, &offset, &count)) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_TypeError, "range %d is %R, expected (klass, offset, count)", (int)*n, item);
-            PyMem_Free(ranges);
-            return NULL;
-        }
-        ranges[*n] = (lf_range){klass, 0, offset, count};
-    }
-    r->bad = 0;
+    lf_range *ranges = lfpy_ranges(list, n);
+    r->bad = !ranges;
     return ranges;
 }
 

@@ -191,6 +191,28 @@ static PyObject *ranges_list(const lf_range *ranges, int32_t n)
     return list;
 }
 
+lf_range *lfpy_ranges(PyObject *list, int32_t *n)
+{
+    const Py_ssize_t size = PyList_Check(list) ? PyList_Size(list) : -1;
+    if (size < 0 || size >= INT32_MAX)
+        return PyErr_Format(PyExc_TypeError, "ranges is %R, expected a list of (klass, offset, count)", list), NULL;
+    lf_range *ranges = PyMem_Malloc(((size_t)size + 1) * sizeof *ranges);
+    if (!ranges) return PyErr_NoMemory(), NULL;
+    for (*n = 0; *n < size; ++*n) {
+        PyObject *item = PyList_GetItem(list, *n);
+        int klass;
+        long long offset, count;
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "iLL", &klass, &offset, &count)) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_TypeError, "range %d is %R, expected (klass, offset, count)", (int)*n, item);
+            PyMem_Free(ranges);
+            return NULL;
+        }
+        ranges[*n] = (lf_range){klass, 0, offset, count};
+    }
+    return ranges;
+}
+
 /* map_groups(map) -> {name: [(klass, offset, count), …]} in the order of backward */
 static PyObject *map_groups(PyObject *self, PyObject *handle)
 {
@@ -235,6 +257,29 @@ static PyObject *map_cover(PyObject *self, PyObject *args)
 out:
     PyMem_Free(index);
     PyMem_Free(ranges);
+    return result;
+}
+
+/* ranges_common([(klass, offset, count), …], […]) -> [(klass, offset, count), …] */
+static PyObject *ranges_common(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *list_a, *list_b, *result = NULL;
+    int32_t n_a = 0, n_b = 0, n = 0;
+    if (!PyArg_ParseTuple(args, "OO", &list_a, &list_b)) return NULL;
+    lf_range *a = lfpy_ranges(list_a, &n_a), *b = a ? lfpy_ranges(list_b, &n_b) : NULL, *out = NULL;
+    if (!b) goto out;
+    lf_status rc = lf_ranges_common(a, n_a, b, n_b, NULL, &n);
+    if (rc == LF_ERR_NOMEM && !(out = PyMem_Malloc((size_t)n * sizeof *out))) {
+        PyErr_NoMemory();
+        goto out;
+    }
+    if (out) rc = lf_ranges_common(a, n_a, b, n_b, out, &n);
+    result = rc < 0 ? lfpy_raise(rc) : ranges_list(out, n);
+out:
+    PyMem_Free(a);
+    PyMem_Free(b);
+    PyMem_Free(out);
     return result;
 }
 
@@ -397,6 +442,7 @@ PyMethodDef lfpy_map_methods[] = {
     {"map_classes", map_classes, METH_O, "Classes with their roles."},
     {"map_groups", map_groups, METH_O, "Groups as lists of ranges."},
     {"map_cover", map_cover, METH_VARARGS, "The fewest ranges over some parameters."},
+    {"ranges_common", ranges_common, METH_VARARGS, "What two lists of ranges have in common, in order of the first."},
     {"map_address", map_address, METH_VARARGS, "Address of a range in a role's plane."},
     {"map_digest", map_digest, METH_O, "128-bit digest of the layout."},
     {"map_tensor", map_tensor, METH_VARARGS, "A block's role as a DLPack capsule."},

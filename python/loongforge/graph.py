@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ class StepGraph:
     of them real steps, and one capture; at most `max_shapes` are captured, further ones stay eager.
     sync: the model's NexusSync, needed with several ranks. All ranks must then give the same sequence of shapes; they capture
     together, or stay eager together.
+    overlap_update: with several ranks the update of a range begins when its reduction is there, not when all are;
+    forward_backward promises not to look at gradients after `backward()`, where they are None (`NexusSync.overlap_update`).
     clip: largest norm of the gradient, 0 for none. clock: a step clock (`_C.clock_open`) that is told what is computing and what
     is the optimizer.
 
@@ -56,10 +58,12 @@ class StepGraph:
         enabled: bool = True,
         clock=None,
         sync=None,
+        overlap_update: bool = False,
     ):
         self.forward_backward, self.optimizer, self.clip = forward_backward, optimizer, clip
         self.warmup, self.max_shapes, self.clock = warmup, max_shapes, clock
         self.sync = sync if sync is not None and sync.world > 1 else None
+        self._overlapped = self.sync.overlap_update if overlap_update and self.sync is not None else nullcontext
         self.device = optimizer.map.torch_device
         self.reason = None
         if not enabled:
@@ -113,10 +117,12 @@ class StepGraph:
     def _eager(self, batch):
         self.optimizer.zero_grad()
         with self._marked("compute"):
-            out = self.forward_backward(*batch)
+            with self._overlapped():
+                out = self.forward_backward(*batch)
             with self._marked("optimizer"):
-                self.norm = self.optimizer.clip_grad_norm_(self.clip)
+                self.optimizer.clip_next(self.clip)
                 self.optimizer.step()
+                self.norm = self.optimizer.norm
         self.optimizer.zero_grad()
         return out
 
@@ -161,18 +167,23 @@ class StepGraph:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 with self._marked("compute"):
-                    out = self.forward_backward(*slots)
+                    with self._overlapped():
+                        out = self.forward_backward(*slots)
                     with self._marked("optimizer"):
                         inner = optimizer.grad_scale
                         if not isinstance(inner, torch.Tensor):  # a number goes with every replay's own
                             scale, inner, optimizer.grad_scale = inner, None, 1.0
-                        norm = optimizer.clip_grad_norm_(self.clip)
+                        optimizer.clip_next(self.clip)
                         sweeps = optimizer.plan()
                         optimizer.apply(sweeps, inner)
+                        norm = optimizer.norm
         except Exception as error:
+            if self.sync is not None:
+                self.sync.drop()
             failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         finally:
-            optimizer.grad_scale, optimizer._max_norm = given, None
+            optimizer.forget_options()
+            optimizer.grad_scale = given
             optimizer.zero_grad()
         if failure is not None or self.sync is not None:
             failure = self._agree(failure)

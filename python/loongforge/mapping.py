@@ -108,6 +108,7 @@ class ParameterMap:
         self._task = -1  # autograd's pass that the queued callback belongs to
         self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
+        self.sync = None  # the NexusSync that reduces these gradients over several ranks
         self.adopted = None  # adopt.Adopted: the stock optimizer behind it, if accelerate took one over
         self.woven = None  # blocks.Report: mixtures of experts that accelerate took, and those that it left
         self.handle, self.blocks = self._build()
@@ -192,6 +193,7 @@ class ParameterMap:
         """Plan and move everything into a new map: after a pool's size or what is trainable has changed. At a step edge."""
         for guard in list(self._guards):
             guard()
+        self.land()
         self.take_edits()
         self._places = locate(self.model)
         for name, p in self.model.named_parameters(remove_duplicate=False):
@@ -254,6 +256,19 @@ class ParameterMap:
         if guard is not None:
             self._guards.append(guard)
 
+    def land(self) -> None:
+        """Gradients that NexusSync has left on their way (`overlap_update`) are reduced, and `.grad` is theirs again."""
+        if self.sync is not None:
+            self.sync.land()
+
+    def _before_write(self) -> None:
+        if self.sync is not None and self.sync.on_the_way:
+            raise RuntimeError(
+                "a backward pass writes gradients while the last one's are still on their way to the optimizer; hint: step() or "
+                "zero_grad() first, and sync.no_sync() around all micro steps but the last"
+            )
+        self.land()
+
     def on_abort(self, fn) -> None:
         self._aborted.append(fn)
 
@@ -274,6 +289,7 @@ class ParameterMap:
         grad = param.grad
         if grad is None:  # the hook also fires where a function returned None: an expert without a token, say
             return
+        self._before_write()
         if grad.data_ptr() != b.grad.data_ptr():
             self._take(b, grad)
         self.announce(b)
@@ -300,6 +316,7 @@ class ParameterMap:
 
     def begin_write(self, blocks) -> bool:
         """For direct writers (fused backward passes), before they write these blocks' gradients. -> whether they must add"""
+        self._before_write()
         held = [self.holds_gradient(b) for b in blocks]
         if not any(held):
             return False
@@ -350,8 +367,10 @@ class ParameterMap:
             return False
         return b.param.grad is not None if b.grad.dtype == b.param.dtype else b.has_grad
 
-    def gradients_present(self) -> list:
-        """Blocks whose gradient belongs to the coming optimizer step."""
+    def gradients_present(self, land: bool = True) -> list:
+        """Blocks whose gradient belongs to the coming optimizer step; land: and is there."""
+        if land:
+            self.land()
         ready = []
         for b in self.blocks:
             if b.grad is None:
@@ -370,6 +389,7 @@ class ParameterMap:
             self._take(b, grad)
 
     def zero_grad(self, set_to_none: bool = True, blocks=None) -> None:
+        self.land()
         for b in self.blocks if blocks is None else blocks:
             if set_to_none:
                 b.has_grad = False
@@ -482,6 +502,7 @@ class ParameterMap:
 
     def release(self) -> None:
         """Give every parameter memory of its own again, in its original dtype, and take the hooks off."""
+        self.land()
         self.take_edits()
         with torch.no_grad():
             for b in self.blocks:
@@ -541,6 +562,7 @@ def _watch_stock_optimizers() -> None:
         for held in list(_maps):
             if optimizer is held.optimizer or type(optimizer).__module__ == "loongforge.optim":
                 continue
+            held.land()
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     b = held.block_of(p)

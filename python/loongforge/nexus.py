@@ -7,6 +7,7 @@ import atexit
 import os
 import time
 import weakref
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -113,6 +114,7 @@ class NexusSync:
             self.map.on_gradient(self._ready)
             self.map.on_backward_end(self._finish)
             self.map.on_abort(self._abort)
+            self.map.sync = self
         self.map.on_replan(self._reopen)
         _syncs.add(self)
 
@@ -138,6 +140,14 @@ class NexusSync:
         elif how == "nccl":
             how = nccl.meet(self.group, self.options)
         self.handle = _C.nexus_open(self.map.handle, how, self.options)
+        self.runs: list = []  # of each run of the schedule the ranges of its chunks
+        for c in _C.nexus_chunks(self.handle):
+            if c["run"] == len(self.runs):
+                self.runs.append([])
+            self.runs[-1].append((c["klass"], c["offset"], c["count"]))
+        self.on_the_way = False  # a backward pass has ended, its reductions have not: gradients are nobody's
+        self._claimed = False  # they are the optimizer's, which takes them run by run
+        self._overlap = False
         self._begun = False
         self._marked: set = set()
         self._reduced: dict = {}  # block index -> (starts, version) of its gradient when it was reduced
@@ -171,7 +181,8 @@ class NexusSync:
         return before[0] == block.starts and block.grad._version - before[1] <= 1
 
     def _finish(self) -> None:
-        """End of backward: post what is left, wait, and let every trainable parameter have its reduced gradient."""
+        """End of backward: post what is left, wait (or leave that to the update), and let every trainable parameter have its
+        reduced gradient."""
         if not self._begun:
             return
         self._begun = False
@@ -184,21 +195,71 @@ class NexusSync:
                 )
             _C.nexus_mark(self.handle, b.index, stream_of(self.map.torch_device))
         self._marked.clear()
-        _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
-        if self.world == 1:
-            return
+        if self._overlap:
+            _C.nexus_flush(self.handle, stream_of(self.map.torch_device))
+        else:
+            _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
         for b in self.map.blocks:  # one without a token here got the others' gradient
             if b.grad is not None and not self.map.holds_gradient(b):
                 b.has_grad = True
                 if b.grad.dtype == b.param.dtype:
                     b.param.grad = b.grad
+        if self._overlap:
+            self._show(False)
         self._reduced = {b.index: (b.starts, b.grad._version) for b in self.map.blocks if b.grad is not None}
+
+    # ---- an update that begins while gradients are on their way -------------------------------------------------------------
+
+    @contextmanager
+    def overlap_update(self):
+        """Around forward and backward when the optimizer's step follows at once: backward returns with reductions still on their
+        way, and `AdamW.step()` updates each range as it lands. With a norm to clip by, only the norm's parts are made so.
+
+        It is a promise not to touch gradients in between: `.grad` is None until the step. Whatever of the library needs them
+        (clip_grad_norm_, zero_grad, another optimizer) waits for all of them first. Results are the same bits."""
+        before, self._overlap = self._overlap, True
+        try:
+            yield
+        finally:
+            self._overlap = before
+
+    def _show(self, there: bool) -> None:
+        self.on_the_way = not there
+        for b in self.map.blocks:
+            if b.grad is not None and b.grad.dtype == b.param.dtype:
+                b.param.grad = b.grad if there else None
+
+    def claim(self) -> NexusSync | None:
+        """For an optimizer: gradients are its own from now on, each run once `arrivals` has come to it. None: all are there."""
+        if not self.on_the_way:
+            self.land()
+            return None
+        self._show(True)
+        self._claimed = True
+        return self
+
+    def arrivals(self):
+        """-> numbers of runs in order, each when its gradients are there in order of the current stream"""
+        for run in range(len(self.runs)):
+            _C.nexus_take(self.handle, stream_of(self.map.torch_device))
+            yield run
+        self._claimed = False
+
+    def land(self) -> None:
+        """Wait for all that is on its way, also after an update that raised half-way."""
+        if self.on_the_way:
+            self._show(True)
+        elif not self._claimed:
+            return
+        self._claimed = False
+        _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
 
     def no_sync(self):
         return self.map.no_sync()
 
     def broadcast_state(self) -> None:
         """Rank 0's weights, masters and moments to all ranks: done once when NexusSync is made, as DDP does."""
+        self.land()
         if self.transport != "nccl":
             if self.world > 1:
                 self.map.broadcast(self.group)
@@ -224,6 +285,7 @@ class NexusSync:
         It goes where the gradients go: a second communicator that works beside the first could deadlock with it."""
         if self.world == 1:
             return stats
+        self.land()
         if self.transport != "nccl":
             total = stats.clone()
             dist.all_reduce(total, group=self.group)
@@ -269,8 +331,13 @@ class NexusSync:
         self._begun = False
         self._marked.clear()
         self._reduced = {}
+        self.drop()
         self.map.forget_pass()
         _C.nexus_cancel(self.handle)
+
+    def drop(self) -> None:
+        """Gradients of a capture that failed are on no way: nobody waits for them."""
+        self.on_the_way = self._claimed = False
 
     def describe(self) -> str:
         """One line: which library moves gradients, and what of it is used."""
@@ -295,7 +362,10 @@ class NexusSync:
         return _C.nexus_stats(self.handle)
 
     def close(self) -> None:
+        self.drop()
         self.handle.close()
+        if self.map.sync is self:
+            self.map.sync = None
         for hooks, fn in (
             (self.map._listeners, self._ready),
             (self.map._edges, self._finish),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -52,9 +53,13 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"{what} is {value}, expected {expected}")
         self.map = map
         self.grad_scale = 1.0  # a number or a () tensor, multiplied into the coming step's gradients; 1 again after it
-        self.norm: torch.Tensor | None = None  # of the last clip_grad_norm_ or grad_norm
+        self.norm: torch.Tensor | None = None  # of the last clip_grad_norm_, grad_norm or step after clip_next
         self._max_norm: float | None = None
+        self._norm_due = False  # the coming step makes it
+        self._arriving = None  # the NexusSync that has gradients of the coming step on their way
         self._covers: dict = {}
+        self._cuts: dict = {}  # blocks -> (runs of a schedule, the blocks' ranges in each)
+        self._partial: dict = {}
         self.generation = 0  # counts up when groups or step counts were exchanged: a captured step of before is void
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.rebind()
@@ -73,6 +78,7 @@ class AdamW(torch.optim.Optimizer):
         """Take the state as it is: moments are views of the map; step counts are tensors, as torch has them, shared by blocks
         that count alike. To be called by whoever writes into `state`."""
         self._covers.clear()
+        self._cuts.clear()
         self.generation += 1
         shared: dict = {}
         for group in self.param_groups:
@@ -139,23 +145,65 @@ class AdamW(torch.optim.Optimizer):
     def _stream(self) -> int:
         return stream_of(self.map.torch_device)
 
+    def _cut(self, blocks) -> list:
+        """The blocks' ranges in each run of the reduction, as they land; without one they are a single run."""
+        runs = self.map.sync.runs if self.map.sync is not None else None
+        key = tuple(b.index for b in blocks)
+        before, cut = self._cuts.get(key, (None, None))
+        if cut is None or before is not runs:
+            if len(self._cuts) > 64:
+                self._cuts.clear()
+            whole = self._ranges(blocks)
+            cut = [whole] if runs is None else [_C.ranges_common(run, whole) for run in runs]
+            self._cuts[key] = runs, cut
+        return cut
+
+    def _parts(self, n: int) -> torch.Tensor:
+        """(n) f64: a sum of squares of each run. It stays: a captured step adds them up there."""
+        if n == 1:
+            return self._sumsq
+        if n not in self._partial:
+            self._partial[n] = torch.zeros(n, dtype=torch.float64, device=self.map.torch_device)
+        return self._partial[n]
+
+    def _sum_squares(self, ranges, out: torch.Tensor) -> None:
+        _C.loom_sumsq(self.map.handle, self._stream, ranges, GRAD, out.data_ptr())
+
+    def _norm_of(self, blocks, arriving=None) -> torch.Tensor:
+        """Run by run, whether they are there already or arriving: the same bits either way."""
+        cut = self._cut(blocks)
+        parts = self._parts(len(cut))
+        for run in range(len(cut)) if arriving is None else arriving.arrivals():
+            self._sum_squares(cut[run], parts[run])
+        return self._add_up(parts)
+
+    def _add_up(self, parts: torch.Tensor) -> torch.Tensor:
+        if parts is not self._sumsq:
+            torch.sum(parts, 0, keepdim=True, out=self._sumsq)
+        self.norm = self._sumsq[0].sqrt() * self.grad_scale
+        return self.norm
+
     def grad_norm(self) -> torch.Tensor:
         """() f64 on the map's device: 2-norm of this optimizer's gradients times grad_scale, summed in double precision and a
         fixed order. Nothing waits for it until it is read."""
         own = {id(b) for b in self._blocks()}
-        blocks = [b for b in self.map.gradients_present() if id(b) in own]
-        _C.loom_sumsq(self.map.handle, self._stream, self._ranges(blocks), GRAD, self._sumsq.data_ptr())
-        self.norm = self._sumsq[0].sqrt() * self.grad_scale
-        return self.norm
+        return self._norm_of([b for b in self.map.gradients_present() if id(b) in own])
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the coming step's gradients so that their norm is at most max_norm; gradients themselves stay. -> grad_norm()
 
         Where the norm is not finite the coming step writes nothing: weights and moments stay as they are."""
+        self.clip_next(max_norm)
+        self._norm_due = False
+        return self.grad_norm()
+
+    def clip_next(self, max_norm: float) -> None:
+        """The same, but `step` makes the norm, which is in `norm` then. With several ranks and gradients on their way
+        (`NexusSync.overlap_update`) it is made of each range as that lands; without a limit so is the update. A norm that is not
+        finite then keeps back the update of the range where it showed and of all that land later, the same on every rank."""
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm}, expected 0 (no limit) or more")
-        self._max_norm = max_norm
-        return self.grad_norm()
+        self._max_norm, self._norm_due = max_norm, True
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -174,8 +222,9 @@ class AdamW(torch.optim.Optimizer):
     # A step in parts: a captured step plans once, then advances, replays what `apply` queued, and finishes.
 
     def plan(self) -> list[Sweep]:
-        """What the gradients that are present ask for."""
-        ready = {id(b.param): b for b in self.map.gradients_present()}
+        """What the gradients that are present, or on their way, ask for."""
+        self._arriving = self.map.sync and self.map.sync.claim()
+        ready = {id(b.param): b for b in self.map.gradients_present(land=False)}
         if any(p not in self.state and id(p) in ready for group in self.param_groups for p in group["params"]):
             self.rebind()  # a group was added to the list itself
         return [sweep for group in self.param_groups for sweep in self._plan_group(group, ready)]
@@ -240,23 +289,53 @@ class AdamW(torch.optim.Optimizer):
         hyper = self._rows(len(sweeps))[1]
         if scale is not None:
             hyper.view(torch.float32)[:, -1:].mul_(scale)
+        arriving, self._arriving = self._arriving, None
+        blocks = [b for sweep in sweeps for b in sweep.blocks]
+        if arriving is not None and not (self._max_norm and self._max_norm < math.inf):
+            self._update_as_it_lands(arriving, sweeps, blocks)
+            return
+        if self._norm_due:
+            self._norm_of(blocks, arriving)
         if self._max_norm is not None and sweeps:
-            _C.loom_clip(
-                self.map.device,
-                self._stream,
-                self._sumsq.data_ptr(),
-                self._max_norm,
-                hyper.data_ptr(),
-                len(sweeps),
-                self._clipped_norm.data_ptr(),
-            )
-        for row, sweep in enumerate(sweeps):
-            _C.loom_adamw(self.map.handle, self._stream, sweep.ranges, hyper[row].data_ptr())
+            self._clip(self._sumsq, self._max_norm, len(sweeps))
+        for row, sweep in zip(hyper, sweeps):
+            _C.loom_adamw(self.map.handle, self._stream, sweep.ranges, row.data_ptr())
+
+    def _update_as_it_lands(self, arriving, sweeps, blocks) -> None:
+        """Nothing limits the norm, so each range is updated once it is there, beside the communication of those behind it."""
+        cut, swept = self._cut(blocks), [(row, self._cut(sweep.blocks)) for row, sweep in zip(self._rows(len(sweeps))[1], sweeps)]
+        parts = self._parts(len(cut))
+        for run in arriving.arrivals():
+            if self._norm_due:
+                self._sum_squares(cut[run], parts[run])
+            if self._norm_due and cut[run]:  # not finite: from here on nothing is written
+                self._clip(parts[run], 0.0, len(sweeps))
+            for row, ranges in swept:
+                if ranges[run]:
+                    _C.loom_adamw(self.map.handle, self._stream, ranges[run], row.data_ptr())
+        if self._norm_due:
+            self._add_up(parts)
+
+    def _clip(self, sumsq: torch.Tensor, limit: float, n_sweeps: int) -> None:
+        """sumsq: one f64 -> grad_scale of all rows: less where the norm is above the limit, NaN where it is not finite"""
+        _C.loom_clip(
+            self.map.device,
+            self._stream,
+            sumsq.data_ptr(),
+            limit,
+            self._rows(n_sweeps)[1].data_ptr(),
+            n_sweeps,
+            self._clipped_norm.data_ptr(),
+        )
 
     def finish(self, sweeps) -> None:
         """The step is queued: saved graphs must notice the new weights, gradients are used up."""
-        self.grad_scale, self._max_norm = 1.0, None
+        self.forget_options()
         written = [b for sweep in sweeps for b in sweep.blocks]
         if written:
             self.map.weights_written(written)
         self.map.consume_gradients(self._blocks())
+
+    def forget_options(self) -> None:
+        """What was asked of the coming step alone."""
+        self.grad_scale, self._max_norm, self._norm_due = 1.0, None, False

@@ -135,6 +135,24 @@ lf_status lf_map_cover(const lf_map *map, const int32_t *index, int32_t n, lf_ra
     return LF_OK;
 }
 
+lf_status lf_ranges_common(const lf_range *a, int32_t n_a, const lf_range *b, int32_t n_b, lf_range *out, int32_t *n_out)
+{
+    LF_CHECK_ARG(n_out && n_a >= 0 && n_b >= 0 && (a || n_a == 0) && (b || n_b == 0) && (out || *n_out == 0),
+                 "a list of ranges or n_out is NULL, or a count is negative");
+    const int32_t room = *n_out;
+    int64_t used = 0;
+    for (int32_t i = 0; i < n_a; i++)
+        for (int32_t j = 0; j < n_b; j++) {
+            const int64_t from = a[i].offset > b[j].offset ? a[i].offset : b[j].offset;
+            const int64_t end_a = a[i].offset + a[i].count, end_b = b[j].offset + b[j].count, to = end_a < end_b ? end_a : end_b;
+            if (a[i].klass != b[j].klass || from >= to) continue;
+            if (used < room) out[used] = (lf_range){a[i].klass, 0, from, to - from};
+            used++;
+        }
+    *n_out = used < INT32_MAX ? (int32_t)used : INT32_MAX;
+    return used <= room ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "room for %d ranges, expected %lld", room, (long long)used);
+}
+
 static bool range_is_inside(const lf_map *map, const lf_range *r, int32_t role)
 {
     return map->planned && r->klass >= 0 && r->klass < map->n_classes && r->offset >= 0 && r->count >= 0 &&

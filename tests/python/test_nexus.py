@@ -71,6 +71,14 @@ def test_replicas_start_equal_and_double_reductions_are_refused():
     assert done.stdout.count("all refused") == 2
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_updates_that_begin_early_are_the_ordinary_ones(world):
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(MULTI / "overlap.py")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all equal") == world
+
+
 def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -248,6 +248,27 @@ TEST(cover_joins_neighbours_and_counts_tied_once)
     lf_map_unref(map);
 }
 
+TEST(common_parts_of_ranges)
+{
+    const lf_range a[] = {{1, 0, 100, 50}, {0, 0, 0, 10}, {0, 0, 10, 10}}, b[] = {{0, 0, 5, 10}, {1, 0, 0, 101}, {1, 0, 149, 9}};
+    const lf_range want[] = {{1, 0, 100, 1}, {1, 0, 149, 1}, {0, 0, 5, 5}, {0, 0, 10, 5}};
+    lf_range got[5] = {{9, 9, 9, 9}, {9, 9, 9, 9}, {9, 9, 9, 9}, {9, 9, 9, 9}, {9, 9, 9, 9}};
+    int32_t n = 0;
+    CHECK_STATUS(lf_ranges_common(a, 3, b, 3, NULL, &n), LF_ERR_NOMEM);
+    CHECK_EQ(n, 4);
+    n = 3;
+    CHECK_STATUS(lf_ranges_common(a, 3, b, 3, got, &n), LF_ERR_NOMEM);
+    CHECK(n == 4 && got[3].klass == 9);
+    CHECK_OK(lf_ranges_common(a, 3, b, 3, got, &n));
+    CHECK(n == 4 && got[4].klass == 9 && memcmp(got, want, sizeof want) == 0);
+    n = 0;
+    CHECK_OK(lf_ranges_common(a, 3, NULL, 0, NULL, &n));
+    CHECK_EQ(n, 0);
+    CHECK_STATUS(lf_ranges_common(NULL, 1, b, 3, got, &n), LF_ERR_INVALID);
+    CHECK_STATUS(lf_ranges_common(a, 3, b, -1, got, &n), LF_ERR_INVALID);
+    CHECK_STATUS(lf_ranges_common(a, 3, b, 3, got, NULL), LF_ERR_INVALID);
+}
+
 TEST(an_allocated_map_is_zero_and_addressed_by_role)
 {
     lf_map *map = model(LF_DTYPE_BF16, 2);

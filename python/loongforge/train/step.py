@@ -20,7 +20,9 @@ class TrainStep:
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.micro_steps, self.bf16 = micro_steps, bf16
         self.device = optimizer.map.torch_device
-        self.graph = StepGraph(self._forward_backward, optimizer, clip=clip, enabled=capture, clock=clock, sync=sync)
+        self.graph = StepGraph(
+            self._forward_backward, optimizer, clip=clip, enabled=capture, clock=clock, sync=sync, overlap_update=True
+        )
 
     def __call__(self, batches: list, sample_ids: list) -> torch.Tensor:
         """batches: of each micro step its FIELDS; sample_ids: of each (b,) int64 -> RESULTS, (5) f64 on the device, summed over

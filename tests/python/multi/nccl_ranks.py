@@ -164,7 +164,7 @@ def twice():
 # ---- captured steps ------------------------------------------------------------------------------------------------------
 
 
-def train(enabled: bool, steps: int, break_on: int = -1):
+def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, clip: float = 1.0):
     config = preset("tiny")
     model = Gr00tN16(config).to(device)
     held = accelerate(model, dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def train(enabled: bool, steps: int, break_on: int = -1):
         out.loss.backward()
         return out.loss_sum.detach()
 
-    step_of = StepGraph(forward_backward, optimizer, clip=1.0, enabled=enabled, sync=sync)
+    step_of = StepGraph(forward_backward, optimizer, clip=clip, enabled=enabled, sync=sync, overlap_update=overlap)
     losses = []
     for step in range(steps):
         images, tokens, labels, ids = samples(step, 4 * world, config)
@@ -206,6 +206,13 @@ def capture():
     assert captured[3]["steps"] == 12, captured[3]
     worst = distance(eager[4], captured[4])
     assert worst < 1e-2, worst
+    for clip in (1.0, 0.0):
+        plain = captured if clip else train(True, 12, clip=clip)
+        early = train(True, 12, clip=clip, overlap=True)
+        assert early[2].n_captured == 1, early[2].reason
+        assert early[0] == plain[0] and torch.equal(early[1], plain[1]), "an update that begins early is another one"
+        exposed = [1e6 * run[3]["exposed_s"] / 12 for run in (plain, early)]
+        say(f"capture: clip {clip:g}: exposed {exposed[0]:.0f} us a step, {exposed[1]:.0f} with the update beside it")
     say(
         f"capture: 12 steps, losses {captured[0][0]:.2f} to {captured[0][-1]:.2f} (eager {eager[0][-1]:.2f}), weights "
         f"{'the same bits' if torch.equal(eager[1], captured[1]) else f'within {worst:.1e}'}; exposed "
