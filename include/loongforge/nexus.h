@@ -87,6 +87,9 @@ LF_API lf_status lf_transport_fail(lf_status status, const char *text);
 typedef struct lf_nexus_options {
     size_t size;
     char comm_strategy[LF_TEXT_MAX]; /* hybrid | dense | sparse */
+    double k_ratio;                  /* sparse: share of a chunk's entries that one step sends */
+    int64_t sparse_warmup_steps;     /* sparse: so many first steps are dense */
+    int32_t error_feedback;          /* sparse: 0 loses what is not sent instead of adding it to the next step */
     int64_t chunk_bytes;             /* of one collective; ranges are cut at block edges where that fits, else inside */
     int32_t priority;                /* of the stream of a transport that opens one of its own */
     double timeout_s;                /* of one collective */
@@ -107,9 +110,10 @@ typedef struct lf_chunk_info {
     int32_t dtype;
     lf_range range;
     int64_t bytes;
-    const char *form; /* "dense"; owned by the library */
-    int32_t run;      /* chunks of one run are posted together where the transport can */
-    const char *why;  /* that form, in words; owned by the library */
+    const char *form;   /* "dense" or "sparse"; owned by the library */
+    int32_t run;        /* chunks of one run are posted together where the transport can */
+    const char *why;    /* that form, in words; owned by the library */
+    int64_t sent_bytes; /* that this rank puts into a step's sums for it; a sparse chunk: of its mask and its values, two sums */
 } lf_chunk_info;
 
 /** Make the schedule and check that all ranks have the same one (one small sum over the transport).
@@ -118,8 +122,7 @@ typedef struct lf_chunk_info {
  *  planned, and lf_nexus_begin is LF_ERR_STATE.
  *  @return LF_OK; LF_ERR_INVALID (an option, a transport without functions, rank outside the world); LF_ERR_STATE (map not
  *  planned, or not allocated); LF_ERR_PEER (ranks planned different maps or use different options: says which);
- *  LF_ERR_UNSUPPORTED (strategy sparse, which needs a slow link's cost model: says so; f16 gradients); LF_ERR_NOMEM; the
- *  transport's error. On error *out is NULL and the transport is not closed. */
+ *  LF_ERR_UNSUPPORTED (f16 gradients; a device without kernels for a sparse chunk); LF_ERR_NOMEM; the transport's error. On error *out is NULL and the transport is not closed. */
 LF_API lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transport, const lf_nexus_options *opts);
 /** Close the transport and free the schedule. NULL is allowed. A step that was begun is given up. */
 LF_API void lf_nexus_close(lf_nexus *nexus);
@@ -174,6 +177,27 @@ LF_API lf_status lf_nexus_cancel(lf_nexus *nexus);
 /** A graph that holds one captured step (begin, marks and finish on a capturing stream) was launched on `stream`, just now: count
  *  it and watch over it.  @return LF_ERR_STATE (nothing was captured); the handle's error. */
 LF_API lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream);
+
+/** What the sparse form keeps back: for each of its entries, in f32, what was not sent so far. It is this rank's own, part of the
+ *  training's state beside weights and moments. All of these between steps.
+ *
+ *  Write it to a file, which appears whole or not at all.  @param[out] hash digest of the file, 32 hex digits: kept with the
+ *  checkpoint that the residual belongs to, it tells it from another save's.
+ *  @return LF_OK; LF_END (no chunk is sparse: nothing was written); LF_ERR_STATE (a step is running); LF_ERR_IO, LF_ERR_NOSPACE;
+ *  LF_ERR_NOMEM. */
+LF_API lf_status lf_nexus_residual_save(lf_nexus *nexus, const char *path, char hash[33]);
+/** Add a saved residual to this rank's. With as many ranks as before each loads its own, and training goes on bit for bit; with another
+ *  number rank r loads those of r, r + world, r + 2 world, … so that nothing is lost (reduce = mean weighs them by the change).
+ *  Entries whose chunk is dense now are added to the gradient of the next step.  @param hash NULL: not compared.
+ *  @return LF_OK; LF_ERR_NOTFOUND; LF_ERR_FORMAT, LF_ERR_CORRUPT (no residual, damaged, or another save's); LF_ERR_STATE (another
+ *  map's; a step is running); LF_ERR_IO; LF_ERR_NOMEM. The file is checked before anything of it is taken. */
+LF_API lf_status lf_nexus_residual_load(lf_nexus *nexus, const char *path, const char *hash);
+/** The next step is dense and takes the residuals along: on all ranks alike. */
+LF_API lf_status lf_nexus_residual_flush(lf_nexus *nexus);
+/** `steps` steps of the training were done before now, on all ranks alike: whose turn it is to select, and the warm-up, go by it. A
+ *  resumed training gives its checkpoint's step. Compares it over all ranks.
+ *  @return LF_ERR_PEER (not the same on all ranks), which ends the handle; LF_ERR_STATE. */
+LF_API lf_status lf_nexus_seek(lf_nexus *nexus, int64_t steps);
 
 /** The largest entries of an array, with error feedback: what the sparse form does to one chunk, by itself (in Python:
  *  topk_allreduce). A round is fold; select on one rank, whose mask then goes to all; pack; the values' sum over ranks; scatter.

@@ -323,7 +323,7 @@ static PyObject *nexus_replayed(PyObject *self, PyObject *const *args, Py_ssize_
 
 /* ---- questions ------------------------------------------------------------------------------------------------------- */
 
-/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run, why}, …] in the order of posting */
+/* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run, why, sent_bytes}, …] in the order of posting */
 static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
 {
     (void)self;
@@ -332,11 +332,11 @@ static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
     for (int32_t i = 0; list && i < lf_nexus_n_chunks(b->nexus); i++) {
         lf_chunk_info c = {.size = sizeof c};
         const lf_status rc = lf_nexus_get_chunk(b->nexus, i, &c);
-        PyObject *row =
-            rc < 0 ? lfpy_raise(rc)
-                   : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i,s:s}", "group", (int)c.group, "dtype", (int)c.dtype, "klass",
-                                   (int)c.range.klass, "offset", (long long)c.range.offset, "count", (long long)c.range.count,
-                                   "bytes", (long long)c.bytes, "form", c.form, "run", (int)c.run, "why", c.why);
+        PyObject *row = rc < 0 ? lfpy_raise(rc)
+                               : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i,s:s,s:L}", "group", (int)c.group, "dtype",
+                                               (int)c.dtype, "klass", (int)c.range.klass, "offset", (long long)c.range.offset,
+                                               "count", (long long)c.range.count, "bytes", (long long)c.bytes, "form", c.form,
+                                               "run", (int)c.run, "why", c.why, "sent_bytes", (long long)c.sent_bytes);
         if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
         Py_XDECREF(row);
     }

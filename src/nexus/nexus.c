@@ -42,6 +42,8 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
     if (rc == LF_OK) rc = lf__nexus_spans_open(nexus);
     if (rc == LF_OK) rc = resolve_chunks(nexus);
+    if (rc == LF_OK) rc = lf__sparse_open(nexus);
+    if (rc == LF_OK) rc = lf__chain_open(nexus);
     if (rc == LF_OK) rc = lf__nexus_agree(nexus);
     return rc == LF_OK ? lf__nexus_announce_memory(nexus) : rc;
 }
@@ -49,6 +51,8 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
 static void free_nexus(lf_nexus *nexus)
 {
     if (!nexus) return;
+    lf__chain_close(nexus);
+    lf__sparse_close(nexus);
     lf_event_close(nexus->event);
     lf__nexus_spans_close(nexus);
     lf__nexus_schedule_free(&nexus->plan);
@@ -67,12 +71,9 @@ lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transpo
     if (!nexus) return LF_FAIL(LF_ERR_NOMEM, "nexus");
     nexus->map = lf_map_ref(map);
     LF_TRY(lf__options_take("nexus", &nexus->opts, sizeof nexus->opts, opts));
-    if (strcmp(nexus->opts.comm_strategy, "sparse") == 0)
-        LF_THROW(LF_ERR_UNSUPPORTED,
-                 "comm_strategy is sparse, expected hybrid or dense: top-k reduction saves time only on slow links, and is not "
-                 "offered before a measurement of the link can say that it does");
     if (lf_map_n_groups(map) == 0) LF_THROW(LF_ERR_STATE, "the map is not planned; hint: lf_map_plan before lf_nexus_open");
     LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes, nexus->opts.run_bytes));
+    LF_TRY(lf__nexus_choose_forms(nexus));
     nexus->mutex = lf__mutex_open();
     nexus->marked = lf__alloc((size_t)nexus->plan.n_blocks);
     if (!nexus->mutex || !nexus->marked) LF_THROW(LF_ERR_NOMEM, "nexus");
@@ -87,6 +88,7 @@ out:
 void lf_nexus_close(lf_nexus *nexus)
 {
     if (!nexus) return;
+    lf__chain_stop(nexus);
     if (nexus->transport.close) nexus->transport.close(nexus->transport.user);
     free_nexus(nexus);
 }
@@ -99,15 +101,15 @@ lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info
     LF_CHECK_ARG(chunk >= 0 && chunk < nexus->plan.n_chunks, "chunk %d, expected 0 to %d", chunk, nexus->plan.n_chunks - 1);
     LF_CHECK_ARG(info->size == sizeof *info, "lf_chunk_info: size is %zu, expected %zu", info->size, sizeof *info);
     const nexus_chunk *c = &nexus->plan.chunks[chunk];
-    const bool asked = strcmp(nexus->opts.comm_strategy, "dense") == 0;
     *info = (lf_chunk_info){.size = sizeof *info,
                             .group = c->group,
                             .dtype = c->dtype,
                             .range = c->range,
                             .bytes = c->bytes,
-                            .form = "dense",
+                            .form = lf__nexus_form_name(c->form),
                             .run = c->run,
-                            .why = asked ? "comm_strategy is dense" : "the only form so far"};
+                            .why = c->why,
+                            .sent_bytes = lf__nexus_sent_bytes(c)};
     return LF_OK;
 }
 
@@ -121,19 +123,25 @@ static lf_status fail_step(lf_nexus *nexus, lf_status rc)
     return rc;
 }
 
+lf_status lf__nexus_fail_prefix(const lf_nexus *nexus, int32_t chunk, lf_status rc)
+{
+    const nexus_chunk *c = &nexus->plan.chunks[chunk];
+    return lf__fail_prefix(rc, "chunk %d of %d (group %s, class %d, elements %lld to %lld)", chunk, nexus->plan.n_chunks,
+                           c->group_name, c->range.klass, (long long)c->range.offset,
+                           (long long)(c->range.offset + c->range.count));
+}
+
 static lf_status fail_chunk(lf_nexus *nexus, int32_t i, lf_status rc)
 {
-    const nexus_chunk *c = &nexus->plan.chunks[i];
-    return fail_step(nexus, lf__fail_prefix(rc, "chunk %d of %d (group %s, class %d, elements %lld to %lld)", i,
-                                            nexus->plan.n_chunks, c->group_name, c->range.klass, (long long)c->range.offset,
-                                            (long long)(c->range.offset + c->range.count)));
+    return fail_step(nexus, lf__nexus_fail_prefix(nexus, i, rc));
 }
 
 /* The handle's error, or one that the transport has found meanwhile. */
 static lf_status check_health(lf_nexus *nexus)
 {
     lf_status rc = lf__fault_raise(&nexus->fault);
-    if (rc == LF_OK) rc = lf__nexus_call_check(nexus);
+    if (rc == LF_OK) rc = lf__chain_check(nexus);
+    if (rc == LF_OK && !lf__chain_has_transport(nexus)) rc = lf__nexus_call_check(nexus);
     return rc < 0 ? fail_step(nexus, rc) : rc;
 }
 
@@ -176,6 +184,8 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
     memset(nexus->marked, 0, (size_t)nexus->plan.n_blocks);
     for (int32_t i = 0; i < nexus->plan.n_chunks; i++) nexus->plan.chunks[i].n_left = nexus->plan.chunks[i].n_blocks;
+    LF_TRY(lf__chain_begin(nexus));
+    lf__sparse_begin(nexus);
     nexus->next = nexus->timed = nexus->taken = 0;
     nexus->flushed = false;
     nexus->event_used = false;
@@ -188,17 +198,19 @@ out:
     return rc;
 }
 
-static void add_time(lf_nexus *nexus, const nexus_chunk *c)
+void lf__nexus_add_time(lf_nexus *nexus, int64_t bytes, int64_t ns)
 {
     nexus->collectives++;
-    nexus->bytes += c->bytes;
-    if (!nexus->transport.stats) lf__hist_add(&nexus->hist, lf__now_ns() - c->posted_ns);
+    nexus->bytes += bytes;
+    if (!nexus->transport.stats) lf__hist_add(&nexus->hist, ns);
 }
+
+static void add_time(lf_nexus *nexus, const nexus_chunk *c) { lf__nexus_add_time(nexus, c->bytes, lf__now_ns() - c->posted_ns); }
 
 /* See which of the posted chunks are done by now. */
 static lf_status poll_posted(lf_nexus *nexus)
 {
-    if (nexus->transport.stats) return LF_OK; /* it takes times itself */
+    if (nexus->transport.stats || nexus->chain) return LF_OK; /* they take times themselves */
     while (nexus->transport.query && nexus->timed < nexus->next) {
         const nexus_chunk *c = &nexus->plan.chunks[nexus->timed];
         lf_error_clear();
@@ -219,6 +231,7 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     uint64_t capture = 0;
     lf_status rc = lf__stream_capture(stream, &capture);
     if (rc == LF_OK && !capture) nexus->ran = true;
+    for (int32_t i = first; i < end && rc == LF_OK && nexus->sparse.flushing; i++) rc = lf__sparse_prepare(nexus, i, stream);
     if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
     if (rc < 0) return fail_step(nexus, rc);
     for (int32_t i = first; i < end; i++) {
@@ -240,8 +253,8 @@ static lf_status post_ready(lf_nexus *nexus, lf_stream *stream)
         int32_t ready = first;
         while (ready < end && nexus->plan.chunks[ready].n_left == 0) ready++;
         if (ready < end) break;
-        lf_status rc = post_chunks(nexus, first, end, stream);
-        if (rc < 0) return rc;
+        lf_status rc = nexus->chain ? lf__chain_post(nexus, first, end, stream) : post_chunks(nexus, first, end, stream);
+        if (rc < 0) return nexus->chain ? fail_step(nexus, rc) : rc;
         nexus->next = end;
     }
     return poll_posted(nexus);
@@ -277,6 +290,8 @@ lf_status lf_nexus_mark(lf_nexus *nexus, int32_t index, lf_stream *stream)
     lf__lock(nexus->mutex);
     LF_TRY(lf__fault_raise(&nexus->fault));
     LF_TRY(check_mark(nexus, index));
+    rc = lf__chain_check(nexus);
+    if (rc < 0) LF_TRY(fail_step(nexus, rc));
     LF_TRY(order_behind_marks(nexus, stream));
     take_mark(nexus, nexus->plan.owner[index]);
     LF_TRY(post_ready(nexus, stream));
@@ -311,7 +326,7 @@ static lf_status run_scale(void *user)
     return lf__nexus_cpu.scale(NULL, NULL, 1, c->data, c->range.count, c->dtype, c->factor);
 }
 
-static lf_status divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
+lf_status lf__nexus_divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
 {
     if (c->factor == 1) return LF_OK;
     if (lf__device_is_cpu(nexus->device)) return lf_stream_run(stream, run_scale, c);
@@ -322,6 +337,7 @@ static lf_status divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
 /* Wait for a run's chunks, in order. */
 static lf_status wait_for_run(lf_nexus *nexus, const nexus_run *run, lf_stream *stream)
 {
+    if (nexus->chain) return lf__chain_take(nexus, (int32_t)(run - nexus->plan.runs), stream);
     for (int32_t i = run->first; i < run->end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
         lf_status rc = lf__nexus_wait(nexus, c->ticket, stream);
@@ -330,7 +346,7 @@ static lf_status wait_for_run(lf_nexus *nexus, const nexus_run *run, lf_stream *
             add_time(nexus, c);
             nexus->timed = i + 1;
         }
-        rc = divide(nexus, c, stream);
+        rc = lf__nexus_divide(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
     }
     return LF_OK;
@@ -362,6 +378,7 @@ static lf_status flush_step(lf_nexus *nexus, lf_stream *stream)
     LF_TRY(order_behind_marks(nexus, stream));
     LF_TRY(clear_late_blocks(nexus, stream));
     LF_TRY(post_ready(nexus, stream));
+    LF_TRY(lf__chain_flush(nexus));
     nexus->flushed = true;
     if (nexus->capture) lf__nexus_spans_recapture(nexus);
 out:
@@ -451,7 +468,8 @@ lf_status lf_nexus_settle(lf_nexus *nexus)
     lf_status rc = LF_OK;
     lf__lock(nexus->mutex);
     LF_TRY(check_health(nexus));
-    rc = lf__nexus_call_settle(nexus);
+    rc = lf__chain_rest(nexus);
+    if (rc == LF_OK) rc = lf__nexus_call_settle(nexus);
     if (rc < 0) LF_TRY(fail_step(nexus, rc));
 out:
     lf__unlock(nexus->mutex);
@@ -471,7 +489,8 @@ lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dt
         LF_THROW(LF_ERR_STATE,
                  "a sum beside the gradients while a step is running: ranks could not agree which comes first; hint: "
                  "before the backward pass, or after it");
-    rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
+    rc = lf__chain_rest(nexus);
+    if (rc == LF_OK) rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
     if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, stream);
     if (rc < 0) LF_TRY(fail_step(nexus, rc));
 out:
@@ -521,6 +540,7 @@ lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
     lf_nexus *nexus = (lf_nexus *)nexus_; /* reading the clock's events is no change that a caller sees */
     lf__lock(nexus->mutex);
     lf__nexus_spans_read(nexus);
+    lf__chain_lock(nexus);
     *stats = (lf_nexus_stats){.size = sizeof *stats,
                               .steps = nexus->steps,
                               .collectives = nexus->collectives,
@@ -531,6 +551,7 @@ lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
                               .p95_s = lf__hist_percentile(&nexus->hist, 95),
                               .p99_s = lf__hist_percentile(&nexus->hist, 99),
                               .busy_s = nexus->hist.sum_s};
+    lf__chain_unlock(nexus);
     lf_status rc = lf__nexus_call_stats(nexus, stats);
     lf__unlock(nexus->mutex);
     return rc;

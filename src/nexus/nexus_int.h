@@ -29,6 +29,8 @@ lf_status lf__nexus_topk(lf_device *device, const lf__nexus_kernels *kernels, co
 /** The table of a device. LF_ERR_UNSUPPORTED: it has none, or one of another build. */
 lf_status lf__nexus_find_kernels(lf_device *device, const lf__nexus_kernels **kernels);
 
+enum { NEXUS_DENSE, NEXUS_SPARSE };
+
 typedef struct nexus_chunk {
     int32_t group, dtype, layer; /* layer: the one that backward finishes last */
     const char *group_name;      /* the map's */
@@ -39,6 +41,10 @@ typedef struct nexus_chunk {
     void *data;               /* NULL without a transport */
     int64_t ticket, posted_ns;
     float factor; /* that finish multiplies the sums by */
+    int32_t form; /* NEXUS_* */
+    const char *why;
+    lf_topk topk; /* count and k when the form is sparse; a residual also when an older form left one behind */
+    bool own_residual;
 } nexus_chunk;
 
 /** Chunks [first, end) that become ready at about the same time: a layer's experts, or its dense parameters, or part of them. */
@@ -68,6 +74,19 @@ typedef struct nexus_span {
 
 enum { SPANS = 4 };
 
+/** Memory of the chunks whose form is sparse, and what they do in the step that runs. */
+typedef struct nexus_sparse {
+    void *residuals, *wire, *scratch; /* wire: masks and values, what the transport moves */
+    int64_t residual_bytes, wire_bytes, n_chunks;
+    bool dirty;    /* a residual may hold something */
+    bool asked;    /* lf_nexus_residual_flush: the next step is dense */
+    bool now;      /* this step is sparse */
+    bool flushing; /* this step is dense and takes the residuals along */
+    int64_t turn;  /* of this step */
+} nexus_sparse;
+
+struct nexus_chain;
+
 struct lf_nexus {
     lf_map *map;
     lf_device *device;
@@ -88,10 +107,13 @@ struct lf_nexus {
     int64_t steps, collectives, bytes, late_blocks;
     double exposed_s;
     lf__hist hist;
-    uint64_t capture;  /* that this step is part of; 0: it runs */
-    bool captured;     /* a whole step once was */
-    bool ran;          /* something of this step was posted outside a capture */
-    nexus_span *spans; /* (SPANS + 1, n_runs), by the run that is waited for first: of steps that ran, and of the captured
+    nexus_sparse sparse;
+    struct nexus_chain *chain; /* NULL: no chunk is sparse */
+    int64_t steps_before;      /* lf_nexus_seek */
+    uint64_t capture;          /* that this step is part of; 0: it runs */
+    bool captured;             /* a whole step once was */
+    bool ran;                  /* something of this step was posted outside a capture */
+    nexus_span *spans;         /* (SPANS + 1, n_runs), by the run that is waited for first: of steps that ran, and of the captured
                                  one, recorded anew by every replay; NULL on the CPU */
 };
 
@@ -126,5 +148,57 @@ void lf__nexus_spans_read(lf_nexus *nexus);
 void lf__nexus_span_of_replay(lf_nexus *nexus);
 /** A new capture begins to record its waits. */
 void lf__nexus_spans_recapture(lf_nexus *nexus);
+
+/* nexus_form.c */
+/** The form of each group's chunks, and why: from the map and the options alone, so that all ranks choose alike. */
+lf_status lf__nexus_choose_forms(lf_nexus *nexus);
+const char *lf__nexus_form_name(int32_t form);
+/** What a step posts for a chunk. */
+int64_t lf__nexus_sent_bytes(const nexus_chunk *c);
+
+/* nexus_sparse.c: one chunk at a time, in order of `stream` (NULL: now) */
+lf_status lf__sparse_open(lf_nexus *nexus);
+void lf__sparse_close(lf_nexus *nexus);
+/** Free the residual of a chunk that is dense now. */
+void lf__sparse_drop_residual(lf_nexus *nexus, nexus_chunk *c);
+void lf__sparse_begin(lf_nexus *nexus);
+/** Whether this step sends the chunk as mask and values. */
+static inline bool lf__sparse_now(const lf_nexus *nexus, const nexus_chunk *c)
+{
+    return nexus->sparse.now && c->form == NEXUS_SPARSE;
+}
+/** Before the chunk's first post: its mask is made, or a residual that an older form left behind is added to the gradient. */
+lf_status lf__sparse_prepare(lf_nexus *nexus, int32_t chunk, lf_stream *stream);
+lf_status lf__sparse_pack(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+lf_status lf__sparse_scatter(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+
+/* nexus_chain.c: a step's collectives when some of them need the result of others. */
+lf_status lf__chain_open(lf_nexus *nexus);
+/** Let a worker end what it is at, so that nobody calls the transport any more. */
+void lf__chain_stop(lf_nexus *nexus);
+void lf__chain_close(lf_nexus *nexus);
+lf_status lf__chain_begin(lf_nexus *nexus);
+/** Chunks [first, end) are complete in order of `stream`. */
+lf_status lf__chain_post(lf_nexus *nexus, int32_t first, int32_t end, lf_stream *stream);
+/** Everything was posted: put the ends of all runs in order. */
+lf_status lf__chain_flush(lf_nexus *nexus);
+/** Make `stream`, or the host, wait for a run. */
+lf_status lf__chain_take(lf_nexus *nexus, int32_t run, lf_stream *stream);
+/** What its worker has met so far. */
+lf_status lf__chain_check(lf_nexus *nexus);
+/** Wait until its worker rests, so that the transport may be called. */
+lf_status lf__chain_rest(lf_nexus *nexus);
+/** Wait on the host until its stream is through: before residuals are touched. */
+lf_status lf__chain_drain(lf_nexus *nexus);
+/** A step is under way, in which its worker alone calls the transport. */
+bool lf__chain_has_transport(const lf_nexus *nexus);
+/** Around reading counts and times. */
+void lf__chain_lock(lf_nexus *nexus);
+void lf__chain_unlock(lf_nexus *nexus);
+
+/* nexus.c */
+lf_status lf__nexus_fail_prefix(const lf_nexus *nexus, int32_t chunk, lf_status rc);
+void lf__nexus_add_time(lf_nexus *nexus, int64_t bytes, int64_t ns);
+lf_status lf__nexus_divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
 
 #endif

@@ -3,8 +3,14 @@
 
 #define S lf_nexus_options
 static const lf_option rows[] = {
-    LF_ROW_TEXT(S, comm_strategy, "hybrid", "hybrid|dense|sparse",
-                "How gradients are summed over ranks; hybrid chooses a form for each group, which so far is dense for all."),
+    LF_ROW_TEXT(
+        S, comm_strategy, "hybrid", "hybrid|dense|sparse",
+        "How gradients are summed over ranks. sparse: of experts with little load (of everything, where there are no experts) "
+        "only the largest entries, and the rest later; hybrid chooses for each group, which so far is dense for all."),
+    LF_ROW_F64(S, k_ratio, "0.15", 1e-6, 1, "sparse: share of a chunk's entries that one step sends."),
+    LF_ROW_I64(S, sparse_warmup_steps, "0", 0, 0x1p40, "sparse: so many first steps are dense."),
+    LF_ROW_BOOL(S, error_feedback, "true",
+                "sparse: what is not sent is added to the next step's gradient; false loses it, for comparisons."),
     LF_ROW_I64(S, chunk_bytes, "16MiB", 4096, 0x1p40,
                "Bytes of one collective: smaller ones start earlier, larger ones use the link better."),
     LF_ROW_I32(S, priority, "0", -16, 16, "Priority of the stream of a transport that opens one of its own."),

@@ -1,9 +1,9 @@
 $ printf '[{"name":"embed","shape":[100,64],"dtype":"bf16","layer":"embed"},{"name":"l0.qkv","shape":[64,64],"dtype":"bf16","layer":0},{"name":"l0.norm","shape":[64],"dtype":"f32","layer":0},{"name":"l0.e0","shape":[64,64],"dtype":"bf16","layer":0,"expert":0},{"name":"l0.e1","shape":[64,32],"dtype":"bf16","layer":0,"expert":1},{"name":"l0.old","shape":[9],"dtype":"bf16","layer":0,"frozen":true},{"name":"head","shape":[100,64],"dtype":"bf16","layer":"tail","tied_to":"embed"}]' > m.json
 $ loongforge sync plan m.json --chunk_bytes 16KiB --high-load-experts 1
 group      ranges   chunks              bytes                   largest chunk  form   why
-dense           3        4              42240    41.25 KiB              16384  dense  the only form so far
-high            1        1              16384    16.00 KiB              16384  dense  the only form so far
-low             1        1               8192     8.00 KiB               8192  dense  the only form so far
+dense           3        4              42240    41.25 KiB              16384  dense  no slow link was measured
+high            1        1              16384    16.00 KiB              16384  dense  no slow link was measured
+low             1        1               8192     8.00 KiB               8192  dense  no slow link was measured
 
  order   run  group  class dtype           offset       elements            bytes  form
      0     0  high       0 f32               4096           4096            16384  dense
@@ -16,9 +16,14 @@ low             1        1               8192     8.00 KiB               8192  d
 6 collectives in 3 runs, 66816 bytes (65.25 KiB) a step and rank, before the sum's own traffic
 $ loongforge sync plan m.json --grad_f32 false | tail -1
 4 collectives in 3 runs, 33536 bytes (32.75 KiB) a step and rank, before the sum's own traffic
-$ loongforge sync plan m.json --comm-strategy sparse 2>&1 | cut -d, -f1
-loongforge: m.json: comm_strategy is sparse
-? 1
+$ loongforge sync plan m.json --comm-strategy sparse --high-load-experts 1 --k_ratio 0.1 | grep -v dense
+group      ranges   chunks              bytes                   largest chunk  form   why
+low             1        1               8192     8.00 KiB               8192  sparse experts with little load
+
+ order   run  group  class dtype           offset       elements            bytes  form
+     1     0  low        0 f32               8192           2048             8192  sparse
+
+6 collectives in 3 runs, 59700 bytes (58.30 KiB) a step and rank, before the sum's own traffic
 $ printf '[{"name":"a","shape":[4],"dtype":"f32","layer":0,"exprt":1}]' > bad.json; loongforge sync plan bad.json
 loongforge: bad.json: entry 0: unknown key 'exprt', expected name, shape, dtype, layer, expert, frozen or tied_to
 ? 1

@@ -105,8 +105,8 @@ def test_alone_on_an_ordinary_model_with_a_stock_optimizer():
 def test_bad_options_are_named():
     with pytest.raises(loongforge.Error, match="comm_strategy is 'quick', expected one of"):
         NexusSync(small(), comm_strategy="quick")
-    with pytest.raises(loongforge.Error, match="sparse"):
-        NexusSync(small(), comm_strategy="sparse")
+    with pytest.raises(loongforge.Error, match="k_ratio is 2, expected"):
+        NexusSync(small(), comm_strategy="sparse", k_ratio=2)
     with pytest.raises(loongforge.Error, match="did you mean 'chunk_bytes'"):
         NexusSync(small(), chunk_byte=3)
 

@@ -273,8 +273,10 @@ TEST(schedule_refuses_options)
     CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
     CHECK_EQ(opts.chunk_bytes, 16 << 20);
     CHECK_OK(lf_options_set("nexus", &opts, "comm_strategy", "sparse"));
-    CHECK_STATUS(lf_nexus_open(&nexus, map, NULL, &opts), LF_ERR_UNSUPPORTED);
-    CHECK_HAS(lf_error_text(), "sparse");
+    opts.k_ratio = 0;
+    CHECK_STATUS(lf_nexus_open(&nexus, map, NULL, &opts), LF_ERR_INVALID);
+    CHECK_HAS(lf_error_text(), "k_ratio is 0");
+    opts.k_ratio = 1;
     CHECK_STATUS(lf_options_set("nexus", &opts, "comm_strategy", "wild"), LF_ERR_INVALID);
     CHECK_OK(lf_options_set("nexus", &opts, "comm_strategy", "dense"));
     opts.chunk_bytes = 100;

@@ -159,11 +159,11 @@ static int print_groups(const lf_map *map, const lf_nexus *nexus)
 
 static int print_chunks(const lf_map *map, const lf_nexus *nexus)
 {
-    total t = {0};
+    int64_t sent = 0;
     char text[24];
     printf("\n%6s %5s  %-6s %5s %-5s %16s %14s %16s  %s\n", "order", "run", "group", "class", "dtype", "offset", "elements",
            "bytes", "form");
-    int32_t runs = 0;
+    int32_t runs = 0, sums = 0;
     for (int32_t i = 0; i < lf_nexus_n_chunks(nexus); i++) {
         const char *group;
         const lf_range *ranges;
@@ -174,11 +174,11 @@ static int print_chunks(const lf_map *map, const lf_nexus *nexus)
         runs = c.run + 1;
         printf("%6d %5d  %-6s %5d %-5s %16lld %14lld %16lld  %s\n", i, c.run, group, c.range.klass, lf_dtype_name(c.dtype),
                (long long)c.range.offset, (long long)c.range.count, (long long)c.bytes, c.form);
-        t.n_chunks++;
-        t.bytes += c.bytes;
+        sums += strcmp(c.form, "sparse") == 0 ? 2 : 1;
+        sent += c.sent_bytes;
     }
-    printf("\n%d collectives in %d runs, %lld bytes (%s) a step and rank, before the sum's own traffic\n", t.n_chunks, runs,
-           (long long)t.bytes, cmd_bytes(text, sizeof text, t.bytes));
+    printf("\n%d collectives in %d runs, %lld bytes (%s) a step and rank, before the sum's own traffic\n", sums, runs,
+           (long long)sent, cmd_bytes(text, sizeof text, sent));
     return CMD_OK;
 }
 
