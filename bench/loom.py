@@ -119,6 +119,7 @@ class Ours:
 
 
 PARTS = (  # kind, what a kernel's name has
+    ("sums over ranks", r"nccl"),
     ("experts", r"GemmUniversal|GemmGrouped|set_up_kernel"),
     ("swiglu", r"swiglu"),
     ("attention", r"fmha|flash|sdpa|cudnn.*(attn|attention|dot_do|convert_dq)|mha"),
@@ -133,8 +134,8 @@ PARTS = (  # kind, what a kernel's name has
 )
 
 
-def profile_parts(step) -> list:
-    """-> [(kind, ms)], largest first, of one step, and the same of kernels that no kind claims; prints the longest"""
+def profile_parts(step, longest: int = 40) -> tuple:
+    """-> [(kind, ms)], largest first, of one step, and the same of kernels that no kind claims; prints the longest kernels"""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -142,7 +143,7 @@ def profile_parts(step) -> list:
         step()
         torch.cuda.synchronize()
     times, rest = {}, {}
-    for e in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:40]:
+    for e in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:longest]:
         print(f"   {e.self_device_time_total / 1e3:8.3f} ms {e.count:5} x {e.key[:110]}", file=sys.stderr)
     for e in seen.key_averages():
         kind = next((k for k, pattern in PARTS if re.search(pattern, e.key, re.I)), None)

@@ -21,7 +21,7 @@ import time
 import torch
 import torch.distributed as dist
 from ddp import unwrap, wrap
-from loom import Ours, median_s
+from loom import Ours, median_s, profile_parts
 from report import Report
 
 from loongforge import NexusSync
@@ -52,6 +52,7 @@ def arguments():
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--ddp", default="25,100,100 captured", help="sizes of DDP's buckets in MB, comma-separated; '': without")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no variant later than this")
+    parser.add_argument("--parts", action="store_true", help="kernels' times by kind of a step alone and of each variant")
     parser.add_argument("--out", help="file that results are appended to")
     return parser.parse_args()
 
@@ -61,6 +62,14 @@ def slowest(seconds: float) -> float:
     times = torch.tensor([seconds])
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.item()
+
+
+def print_parts(label: str, ours) -> None:
+    """Profiled on every rank, since all must step; printed by the first."""
+    times, rest = profile_parts(ours.step, longest=0)
+    if dist.get_rank() == 0:
+        rows = [*times, ("the rest", sum(ms for _, ms in rest))]
+        print(f"{label}: " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in rows) + " ms", file=sys.stderr)
 
 
 def start_over(ours) -> None:
@@ -80,6 +89,8 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
     sync.settle()
     before = sync.stats()
     together = slowest(median_s(ours.step, a.steps, 2))
+    if a.parts:
+        print_parts(name, ours)
     sync.settle()
     stats, moved = sync.stats(), sum(c["bytes"] for c in sync.chunks())
     waited = (stats["exposed_s"] - before["exposed_s"]) / (stats["steps"] - before["steps"])
@@ -141,6 +152,8 @@ def main():
             f"alone: {1e3 * alone:.2f} ms, {tokens / alone:,.0f} token/s a GPU; {ours.graph.reason or 'captured'}",
             file=sys.stderr,
         )
+    if a.parts:
+        print_parts("alone", ours)
     best = 0.0
     for name in filter(None, a.variants.split(",")):
         if slowest(time.monotonic() - began) > a.seconds:
