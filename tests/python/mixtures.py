@@ -27,7 +27,7 @@ class Gelu(SwiGLU):
 
 
 def sizes(e):
-    return [8 + 4 * (i % 3) for i in range(e)]
+    return [8 + 8 * (i % 3) for i in range(e)]
 
 
 class Mixture(nn.Module):
