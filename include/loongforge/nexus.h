@@ -192,6 +192,8 @@ LF_API lf_status lf_nexus_residual_save(lf_nexus *nexus, const char *path, char 
  *  @return LF_OK; LF_ERR_NOTFOUND; LF_ERR_FORMAT, LF_ERR_CORRUPT (no residual, damaged, or another save's); LF_ERR_STATE (another
  *  map's; a step is running); LF_ERR_IO; LF_ERR_NOMEM. The file is checked before anything of it is taken. */
 LF_API lf_status lf_nexus_residual_load(lf_nexus *nexus, const char *path, const char *hash);
+/** Bytes of entries that may have something kept back; 0 after a step that flushed them. */
+LF_API int64_t lf_nexus_residual_bytes(const lf_nexus *nexus);
 /** The next step is dense and takes the residuals along: on all ranks alike. */
 LF_API lf_status lf_nexus_residual_flush(lf_nexus *nexus);
 /** `steps` steps of the training were done before now, on all ranks alike: whose turn it is to select, and the warm-up, go by it. A
@@ -206,7 +208,7 @@ LF_API lf_status lf_nexus_seek(lf_nexus *nexus, int64_t steps);
  *  (one rank in turn selects for all, so that an ordinary all-reduce can sum); radix select: Alabi et al., "Fast K-Selection
  *  Algorithms for Graphics Processing Units", JEA 2012.
  *
- *  All memory is the device's and the caller's. It, and this struct, must stay until the work on `stream` is done. Same bits on
+ *  All memory is the device's and the caller's. It must stay until the work on `stream` is done; on the CPU this struct too. Same bits on
  *  every device, in every run. */
 typedef struct lf_topk {
     size_t size;

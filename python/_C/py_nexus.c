@@ -321,6 +321,69 @@ static PyObject *nexus_replayed(PyObject *self, PyObject *const *args, Py_ssize_
     return answer(rc);
 }
 
+/* ---- residuals ------------------------------------------------------------------------------------------------------- */
+
+/* nexus_residual_save(nexus, path) -> digest; None: no chunk is sparse */
+static PyObject *nexus_residual_save(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle;
+    const char *path;
+    char hash[33];
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "Os", &handle, &path)) return NULL;
+    box *b = lfpy_get(handle, "lf_nexus");
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_residual_save(b->nexus, path, hash));
+    return rc == LF_OK ? PyUnicode_FromString(hash) : answer(rc);
+}
+
+/* nexus_residual_load(nexus, path, digest) */
+static PyObject *nexus_residual_load(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle;
+    const char *path, *hash;
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "Oss", &handle, &path, &hash)) return NULL;
+    box *b = lfpy_get(handle, "lf_nexus");
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_residual_load(b->nexus, path, hash));
+    return answer(rc);
+}
+
+/* nexus_residual_flush(nexus) */
+static PyObject *nexus_residual_flush(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    return call_plain(handle, lf_nexus_residual_flush);
+}
+
+/* nexus_residual_bytes(nexus) */
+static PyObject *nexus_residual_bytes(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    box *b = lfpy_get(handle, "lf_nexus");
+    int64_t bytes;
+    if (!b) return NULL;
+    LFPY_FREE_GIL(bytes = lf_nexus_residual_bytes(b->nexus));
+    return PyLong_FromLongLong(bytes);
+}
+
+/* nexus_seek(nexus, steps) */
+static PyObject *nexus_seek(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle;
+    long long steps;
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "OL", &handle, &steps)) return NULL;
+    box *b = lfpy_get(handle, "lf_nexus");
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_seek(b->nexus, steps));
+    return answer(rc);
+}
+
 /* ---- questions ------------------------------------------------------------------------------------------------------- */
 
 /* nexus_chunks(nexus) -> [{group, dtype, klass, offset, count, bytes, form, run, why, sent_bytes}, …] in the order of posting */
@@ -413,6 +476,11 @@ PyMethodDef lfpy_nexus_methods[] = {
     {"nexus_check", nexus_check, METH_O, "Raises what ended the handle, also what nobody has asked for yet."},
     {"nexus_settle", nexus_settle, METH_O, "Wait until everything posted is done."},
     {"nexus_cancel", nexus_cancel, METH_O, "Forget a step whose capture failed."},
+    {"nexus_residual_save", nexus_residual_save, METH_VARARGS, "What is kept back, to a file: (nexus, path) -> digest or None."},
+    {"nexus_residual_load", nexus_residual_load, METH_VARARGS, "Add a file's: (nexus, path, digest)."},
+    {"nexus_residual_flush", nexus_residual_flush, METH_O, "The next step is dense and takes it along."},
+    {"nexus_residual_bytes", nexus_residual_bytes, METH_O, "Bytes that may have something kept back."},
+    {"nexus_seek", nexus_seek, METH_VARARGS, "Steps of the training before now: (nexus, steps)."},
     {"nexus_describe", nexus_describe, METH_O, "One line on the transport."},
     {"nccl_version", nccl_version, METH_VARARGS, "Version of the NCCL that would be used, as number and text."},
     {"nccl_id", nccl_id, METH_VARARGS, "Bytes by which ranks meet, made on one of them."},

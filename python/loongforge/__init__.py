@@ -13,7 +13,7 @@ _LAZY = {
     "LMDataset": "loader",
     "MemSculptor": "sculptor",
     "NexusSync": "nexus",
-    "topk_allreduce": "nexus",
+    "topk_allreduce": "topk",
     "nccl_allreduce": "nexus",
     "CheckpointVault": "vault",
     "AdamW": "optim",

@@ -71,7 +71,7 @@ class StepGraph:
         elif self.device.type != "cuda":
             self.reason = f"CUDA graphs need CUDA, the model is on {self.device}"
         elif self.sync is not None and not self.sync.capturable:
-            self.reason = "reductions over ranks can be captured by NexusSync's nccl transport only"
+            self.reason = self.sync.why_not_capturable
         self.norm: torch.Tensor | None = None  # () f64: of the last step's gradient, before clipping
         self._captured: dict = {}
         self._seen: dict = {}

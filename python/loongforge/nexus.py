@@ -7,15 +7,14 @@ import atexit
 import os
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C, nccl
+from . import _C, nccl, residual
 from .copies import StaysBehind
 from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
 from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
@@ -26,16 +25,22 @@ _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """While the interpreter and the GPU still work: a communicator's threads must not outlive them."""
+    """While the interpreter and the GPU still work: threads of a handle must not outlive them."""
     for sync in list(_syncs):
-        if sync.transport == "nccl":
+        if sync.transport == "nccl" or sync.sparse:  # a worker may call Python
             sync.close()
+
+
+def _on(stream: int, tensor: torch.Tensor):
+    """PyTorch's current stream is this one, where the device has streams."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, tensor.device)) if stream and tensor.is_cuda else nullcontext()
 
 
 class TorchTransport:
     """Collectives of a torch.distributed process group behind the library's transport table.
 
-    Called by the library from whichever thread finishes a gradient; `post` returns at once, `wait` blocks.
+    Called by the library from whichever thread finishes a gradient, with sparse reductions on the CPU from a worker of its own;
+    `post` returns at once, `wait` blocks.
     """
 
     def __init__(self, device, group=None):
@@ -47,14 +52,16 @@ class TorchTransport:
     def post(self, address: int, count: int, dtype: int, stream: int) -> int:
         tensor = borrow(self.device, address, (count,), TORCH_DTYPES[dtype])
         self._next += 1
-        self._work[self._next] = (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        with _on(stream, tensor):
+            self._work[self._next] = (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
         return self._next
 
     def wait(self, ticket: int, stream: int, timeout_s: float) -> None:
-        work, _ = self._work.pop(ticket)
+        work, tensor = self._work.pop(ticket)
         started = time.monotonic()
         try:
-            work.wait(timedelta(seconds=timeout_s))
+            with _on(stream, tensor):
+                work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if time.monotonic() - started >= 0.9 * timeout_s or "imed out" in str(error):
                 raise TimeoutError(
@@ -80,7 +87,9 @@ class NexusSync:
     """Reduce a model's gradients over all ranks, in the map's order, hidden behind backward.
 
     model: accelerated, or an ordinary module, which is then put on a map of weights and gradients.
-    comm_strategy: hybrid, dense or sparse; other options of section [nexus] by name (`loongforge config nexus`).
+    comm_strategy: hybrid, dense or sparse; other options of section [nexus] by name (`loongforge config nexus`). sparse: experts
+    with little load (an ordinary model: everything) send `k_ratio` of their entries and keep the rest for later steps; what is
+    kept is part of the training's state (`save_residual`).
     When `loss.backward()` returns, gradients are reduced. `with sync.no_sync():` around all micro steps but the last.
     Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.
     transport: "nccl" sums by NCCL on a communicator of its own, "torch" through the process group; default: nccl where every rank
@@ -115,7 +124,7 @@ class NexusSync:
             self.map.on_backward_end(self._finish)
             self.map.on_abort(self._abort)
             self.map.sync = self
-        self.map.on_replan(self._reopen)
+        self.map.on_replan(self._reopen, guard=self._refuse_replan)
         _syncs.add(self)
 
     def _choose(self, wanted: str | None) -> tuple:
@@ -140,8 +149,10 @@ class NexusSync:
         elif how == "nccl":
             how = nccl.meet(self.group, self.options)
         self.handle = _C.nexus_open(self.map.handle, how, self.options)
+        chunks = _C.nexus_chunks(self.handle)
+        self.sparse = self.world > 1 and any(c["form"] == "sparse" for c in chunks)
         self.runs: list = []  # of each run of the schedule the ranges of its chunks
-        for c in _C.nexus_chunks(self.handle):
+        for c in chunks:
             if c["run"] == len(self.runs):
                 self.runs.append([])
             self.runs[-1].append((c["klass"], c["offset"], c["count"]))
@@ -151,6 +162,14 @@ class NexusSync:
         self._begun = False
         self._marked: set = set()
         self._reduced: dict = {}  # block index -> (starts, version) of its gradient when it was reduced
+
+    def _refuse_replan(self) -> None:
+        """What is kept back belongs to places of the map."""
+        if _C.nexus_residual_bytes(self.handle):
+            raise RuntimeError(
+                "part of the gradients is kept back for later steps, so the map cannot be planned anew; hint: "
+                "sync.flush_residual() and one step first"
+            )
 
     def _reopen(self) -> None:
         self.handle.close()
@@ -315,7 +334,42 @@ class NexusSync:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph may hold a step with its reductions."""
-        return self.world == 1 or self.transport == "nccl"
+        return self.why_not_capturable is None
+
+    @property
+    def why_not_capturable(self) -> str | None:
+        if self.sparse:
+            return "sparse reductions cannot be captured: whose turn it is to select differs from step to step"
+        if self.world > 1 and self.transport != "nccl":
+            return "reductions over ranks can be captured by NexusSync's nccl transport only"
+        return None
+
+    # ---- what the sparse form keeps back ------------------------------------------------------------------------------------
+
+    def save_residual(self, folder, step: int) -> dict | None:
+        """Write what this rank has kept back of its gradients to a file in `folder`. -> a value for the checkpoint of this step
+        (`vault.save(step, {"residual": …})`), the same on all ranks; None when nothing is sparse. Collective, between steps."""
+        self.land()
+        return residual.save(self, folder, step)
+
+    def load_residual(self, folder, saved: dict | None) -> list:
+        """Go on with the residuals of a checkpoint, whose value `saved` is, also on another number of ranks. -> sentences on what
+        was lost, the same on all ranks. Collective; with `seek` a resumed training is the same bits."""
+        return residual.load(self, folder, saved)
+
+    def prune_residuals(self, folder, steps: list) -> None:
+        """Remove files of checkpoints that are not in `steps` any more."""
+        residual.prune(self, folder, steps)
+
+    def flush_residual(self) -> None:
+        """The next step's reductions are dense and take along what was kept back. On all ranks alike."""
+        self.land()
+        _C.nexus_residual_flush(self.handle)
+
+    def seek(self, steps: int) -> None:
+        """So many steps of the training lie behind: whose turn it is to select, and the warm-up, go by it. Collective."""
+        if self.world > 1:
+            _C.nexus_seek(self.handle, steps)
 
     def settle(self) -> None:
         """Wait until nothing is under way: before a capture."""
@@ -371,6 +425,7 @@ class NexusSync:
             (self.map._edges, self._finish),
             (self.map._replanned, self._reopen),
             (self.map._aborted, self._abort),
+            (self.map._guards, self._refuse_replan),
         ):
             if fn in hooks:
                 hooks.remove(fn)
@@ -386,7 +441,7 @@ def check_environment() -> list:
     return found
 
 
-# ---- the two calls by themselves -----------------------------------------------------------------------------------------------
+# ---- a call by itself ----------------------------------------------------------------------------------------------------------
 
 
 def nccl_allreduce(grad: torch.Tensor, chunk_size: int = 16 << 20, group=None) -> torch.Tensor:
@@ -402,41 +457,3 @@ def nccl_allreduce(grad: torch.Tensor, chunk_size: int = 16 << 20, group=None) -
     for work in [dist.all_reduce(part, group=group, async_op=True) for part in flat.split(step)]:
         work.wait()
     return grad
-
-
-_residuals = WeakTensorKeyDictionary()
-_turns: dict = {}
-
-
-def topk_allreduce(grad: torch.Tensor, k_ratio: float = 0.15, group=None, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum over ranks of the share of entries that one rank in turn finds largest, with error feedback. -> dense sum
-
-    grad: any shape, left as it is. residual: of grad's shape, updated in place: what was not sent is added to the next call's
-    gradient, so nothing is lost (sent + residual is grad + old residual, rounded once). Left out, it is kept for this tensor
-    object; pass it when `grad` is a new tensor each step. All ranks call in the same order.
-    Cyclic local top-k: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression", NeurIPS 2020.
-    """
-    if not 0 < k_ratio <= 1:
-        raise ValueError(f"k_ratio is {k_ratio}, expected above 0 and at most 1")
-    if grad.numel() >= 2**31:
-        raise ValueError(f"grad has {grad.numel()} entries, expected fewer than 2^31; hint: reduce it in parts")
-    if residual is None:
-        residual = _residuals.setdefault(grad, torch.zeros_like(grad, memory_format=torch.contiguous_format))
-    if not residual.is_contiguous() or residual.shape != grad.shape:
-        raise ValueError("residual is not contiguous or not of grad's shape")
-    if grad.numel() == 0:
-        return grad.clone()
-    value = grad.detach().reshape(-1) + residual.view(-1)
-    k = max(1, round(k_ratio * value.numel()))
-    index = value.abs().topk(k).indices.sort().values.int()
-    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-    if world > 1:
-        turn = _turns[group] = (_turns.get(group, -1) + 1) % world
-        dist.broadcast(index, dist.get_global_rank(group, turn) if group else turn, group=group)
-    index = index.long()
-    sent = value[index]
-    residual.view(-1).copy_(value)
-    residual.view(-1)[index] = 0
-    if world > 1:
-        dist.all_reduce(sent, group=group)
-    return torch.zeros_like(value).index_copy_(0, index, sent).view_as(grad)

@@ -231,6 +231,8 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     uint64_t capture = 0;
     lf_status rc = lf__stream_capture(stream, &capture);
     if (rc == LF_OK && !capture) nexus->ran = true;
+    if (rc == LF_OK && capture && nexus->sparse.flushing)
+        rc = LF_FAIL(LF_ERR_STATE, "this step takes residuals along, once, and is captured; hint: one eager step first");
     for (int32_t i = first; i < end && rc == LF_OK && nexus->sparse.flushing; i++) rc = lf__sparse_prepare(nexus, i, stream);
     if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
     if (rc < 0) return fail_step(nexus, rc);

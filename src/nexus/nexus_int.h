@@ -162,6 +162,8 @@ void lf__sparse_close(lf_nexus *nexus);
 /** Free the residual of a chunk that is dense now. */
 void lf__sparse_drop_residual(lf_nexus *nexus, nexus_chunk *c);
 void lf__sparse_begin(lf_nexus *nexus);
+/** Nothing of the step that was begun ran. */
+void lf__sparse_cancel(lf_nexus *nexus);
 /** Whether this step sends the chunk as mask and values. */
 static inline bool lf__sparse_now(const lf_nexus *nexus, const nexus_chunk *c)
 {

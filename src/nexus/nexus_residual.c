@@ -260,6 +260,17 @@ out:
 
 /* ---- steps ------------------------------------------------------------------------------------------------------------ */
 
+int64_t lf_nexus_residual_bytes(const lf_nexus *nexus)
+{
+    int64_t bytes = 0;
+    if (!nexus) return 0;
+    lf__lock(nexus->mutex);
+    for (int32_t i = 0; i < nexus->plan.n_chunks && nexus->sparse.dirty; i++)
+        if (nexus->plan.chunks[i].topk.residual) bytes += nexus->plan.chunks[i].range.count * (int64_t)sizeof(float);
+    lf__unlock(nexus->mutex);
+    return bytes;
+}
+
 lf_status lf_nexus_residual_flush(lf_nexus *nexus)
 {
     LF_CHECK_ARG(nexus, "nexus is NULL");

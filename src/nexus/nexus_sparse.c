@@ -95,6 +95,12 @@ void lf__sparse_begin(lf_nexus *nexus)
     s->asked = false;
 }
 
+void lf__sparse_cancel(lf_nexus *nexus)
+{
+    nexus->sparse.dirty |= nexus->sparse.flushing;
+    nexus->sparse.flushing = false;
+}
+
 static bool my_turn(const lf_nexus *nexus, int32_t chunk)
 {
     return (nexus->sparse.turn + chunk) % nexus->transport.world == nexus->transport.rank;

@@ -205,6 +205,8 @@ class Run:
         self.vault = CheckpointVault(
             saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options
         )
+        self.residuals = os.path.join(self.dir, "residuals")
+        self.lost: list = []
         if not self.vault.steps():
             return
         if not self.o["resume"]:
@@ -218,6 +220,8 @@ class Run:
             raise RunError(f"checkpoint {self.step} in {saved} was not written by `loongforge train`: it has no loader state")
         self.tokens = state["tokens"]
         self.loader.load_state_dict(state["loader"])
+        self.sync.seek(self.step)
+        self.lost = self.sync.load_residual(self.residuals, self.vault.blob("residual"))
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -268,7 +272,7 @@ class Run:
             self.console.line(self.sync.describe())
         if self.sync.note:
             self.console.line("note: " + self.sync.note)
-        for sentence in self.sync.ignored_environment:
+        for sentence in self.sync.ignored_environment + self.lost:
             self.console.line("warning: " + sentence)
 
     def _one_step(self) -> None:
@@ -369,7 +373,11 @@ class Run:
             self.vault.wait()
             if self.step in self.vault.steps():
                 return
-        self.vault.save(self.step, {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}})
+        state = {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}}
+        if self.sync.sparse:  # on the disk before the checkpoint that names it
+            state["residual"] = self.sync.save_residual(self.residuals, self.step)
+            self.sync.prune_residuals(self.residuals, self.vault.steps())
+        self.vault.save(self.step, state)
 
     # ---- the end ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_sparse.py under torchrun with gloo: the sparse form through PyTorch. argv[1]: a folder for residuals."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from loongforge import _C, AdamW, NexusSync, topk_allreduce
+from loongforge.mapping import ParameterMap
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.set_num_threads(1)
+folder = sys.argv[1]
+
+
+class Net(nn.Module):
+    """Each rank leaves out one of the parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.parts = nn.ModuleList(nn.Linear(40, 40) for _ in range(world + 1))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return sum(p(x) for i, p in enumerate(self.parts) if i != rank)
+
+
+class Run:
+    def __init__(self, dtype=None, lr=1e-2, **options):
+        torch.manual_seed(0)
+        self.model = Net()
+        self.map = ParameterMap(self.model, dtype=dtype)
+        self.optimizer = AdamW(self.map, lr=lr, weight_decay=0.0)
+        self.sync = NexusSync(self.model, chunk_bytes=4096, **{"comm_strategy": "sparse", **options})
+        self.reduced = [torch.zeros_like(b.grad, dtype=torch.float64) for b in self.map.blocks]
+
+    def step(self, number, overlapped=False):
+        x = torch.randn(6, 40, generator=torch.Generator().manual_seed(100 * number + rank))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.model.layers[0].weight.dtype == torch.bfloat16):
+            if overlapped:
+                with self.sync.overlap_update():
+                    self.model(x).float().square().mean().backward()
+            else:
+                self.model(x).float().square().mean().backward()
+                for total, b in zip(self.reduced, self.map.blocks):
+                    total += b.grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self):
+        return torch.cat([b.param.detach().double().view(-1) for b in self.map.blocks])
+
+
+def equal_everywhere(tensor):
+    every = [torch.zeros_like(tensor) for _ in range(world)]
+    dist.all_gather(every, tensor)
+    return all(torch.equal(t, tensor) for t in every)
+
+
+def trained(steps, **options):
+    run = Run(**options)
+    for i in range(steps):
+        run.step(i)
+    return run
+
+
+# Replicas stay the same, runs repeat, and it trains on less than it would send.
+for dtype in (None, torch.bfloat16):
+    run, again = trained(12, dtype=dtype), trained(12, dtype=dtype)
+    assert run.sync.sparse and not run.sync.capturable and "sparse" in run.sync.why_not_capturable
+    assert equal_everywhere(run.weights()) and torch.equal(run.weights(), again.weights())
+    overlapped = Run(dtype=dtype)
+    for i in range(12):
+        overlapped.step(i, overlapped=True)
+    assert torch.equal(run.weights(), overlapped.weights())
+    sent = sum(c["sent_bytes"] for c in run.sync.chunks())
+    stats = run.sync.stats()
+    assert stats["bytes"] == 12 * sent and sent < 0.3 * sum(c["bytes"] for c in run.sync.chunks())
+    assert stats["collectives"] == 24 * len(run.sync.chunks())
+    for r in (run, again, overlapped):
+        r.sync.close()
+
+# What the steps sent and the last, dense one took along is what a dense training sends.
+still = {"lr": 0.0}
+run, dense = trained(6, **still), trained(7, comm_strategy="dense", **still)
+try:
+    for guard in run.map._guards:
+        guard()
+    raise AssertionError("a map with gradients kept back may be planned anew")
+except RuntimeError as error:
+    assert "kept back" in str(error)
+run.sync.flush_residual()
+assert _C.nexus_residual_bytes(run.sync.handle) > 0
+run.step(6)
+assert _C.nexus_residual_bytes(run.sync.handle) == 0
+for a, b in zip(run.reduced, dense.reduced):
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+lossy = trained(6, error_feedback=False, **still)
+lossy.sync.flush_residual()
+lossy.step(6)
+assert max((a - b).abs().max().item() for a, b in zip(lossy.reduced, dense.reduced)) > 1e-4  # so the check can see
+for r in (run, dense, lossy):
+    r.sync.close()
+
+# Saved after 5 steps: another run goes on bit for bit, and a dense one takes what was kept back along.
+straight, cut = trained(10), trained(5)
+saved = cut.sync.save_residual(folder, 5)
+assert len(saved["digests"]) == world and len(os.listdir(folder)) >= 1
+planes = [(b.param.detach().clone(), *(t.clone() for t in cut.optimizer.state[b.param].values())) for b in cut.map.blocks]
+cut.sync.close()
+
+
+def resumed(**options):
+    run = Run(**options)
+    with torch.no_grad():
+        for b, (weight, *state) in zip(run.map.blocks, planes):
+            b.param.copy_(weight)
+            for mine, its in zip(run.optimizer.state[b.param].values(), state):
+                mine.copy_(its)
+    run.map.weights_written(run.map.blocks)
+    run.sync.seek(5)
+    return run
+
+
+run = resumed()
+assert run.sync.load_residual(folder, saved) == []
+for i in range(5, 10):
+    run.step(i)
+assert torch.equal(run.weights(), straight.weights())
+run.sync.close()
+run = resumed()
+dist.barrier()
+if rank == 0:
+    os.unlink(os.path.join(folder, "step00000005.rank1"))
+dist.barrier()
+(lost,) = run.sync.load_residual(folder, saved)
+assert "rank 1" in lost and "dropped" in lost
+run.sync.close()
+straight.sync.close()
+run = resumed()
+run.sync.save_residual(folder, 6)
+run.sync.save_residual(folder, 9)
+run.sync.prune_residuals(folder, [6])
+dist.barrier()
+assert sorted(os.listdir(folder)) == sorted(f"step{s:08d}.rank{r}" for s in (6, 9) for r in range(world))
+run.sync.close()
+
+# One tensor by itself: exact over the ranks.
+residual, sent, given = torch.zeros(30, 10), torch.zeros(30, 10), torch.zeros(30, 10)
+for i in range(6):
+    grad = torch.randint(-9, 9, (30, 10), generator=torch.Generator().manual_seed(10 * i + rank)).float()
+    out = topk_allreduce(grad, 0.1, residual=residual)
+    assert (out != 0).sum() <= 30 and equal_everywhere(out)
+    sent, given = sent + out, given + grad
+dist.all_reduce(residual)
+dist.all_reduce(given)
+assert torch.equal(sent + residual, given)
+
+print("all well", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # see loongforge/train/__main__.py: gloo threads and the shutdown of the interpreter
