@@ -79,6 +79,7 @@ from pathlib import Path
 
 root, out, seen = Path(sys.argv[1]).resolve(), Path(sys.argv[2]), set()
 left = [f for f in Path(sys.argv[3]).iterdir() if f.suffix in (".cu", ".cuh")]
+seen.add(root / "cutlass/version.h")  # cmake/Cuda.cmake reads it
 while left:
     file = left.pop()
     for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', file.read_text(errors="replace"), re.M):
