@@ -42,7 +42,7 @@ probe() {
     local what=${1#*:} python
     case $1 in
     cmd:pkg-config) [ -n "$DEPS" ] || command -v "$what" >/dev/null ;; # the bundle needs none
-    cmd:*) command -v "$what" >/dev/null ;;
+    cmd:* | want:*) command -v "$what" >/dev/null ;;
     header:*)
         command -v cc >/dev/null &&
             printf '#include <stddef.h>\n#include <stdio.h>\n#include <%s>\n' "$what" |
@@ -58,35 +58,42 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
     esac
 }
 
-# Packages whose probe fails; with an argument, only probes of that kind.
+# Packages that are needed and whose probe fails; with an argument, only probes of that kind.
 missing_system() {
     local package test
     while read -r package test _; do
         case $package in '' | '#'*) continue ;; esac
-        [ -z "${1:-}" ] || [ "${test%%:*}" = "$1" ] || continue
+        case ${1:-needed} in needed) [ "${test%%:*}" != want ] ;; *) [ "${test%%:*}" = "$1" ] ;; esac || continue
         probe "$test" || echo "$package"
     done <packages/system.txt | sort -u | tr '\n' ' '
 }
 
 install_system() {
-    local missing sudo='' log=build/setup-apt.log
+    local missing wanted sudo='' log=build/setup-apt.log
     missing=$(missing_system)
-    [ -n "$missing" ] || return 0
+    wanted=$(missing_system want)
+    [ -n "$missing$wanted" ] || return 0
+    if [ -z "$missing" ]; then
+        command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; } || return 0
+    fi
     command -v apt-get >/dev/null ||
         die "missing: ${missing}- no apt-get here; install your system's packages for them, or bring the offline bundle"
     if [ "$(id -u)" != 0 ]; then
         command -v sudo >/dev/null || die "missing: ${missing}- run as root: apt-get install $missing"
         sudo=sudo
     fi
-    say "installing system packages: $missing"
+    say "installing system packages: $missing$wanted"
     mkdir -p build
-    # shellcheck disable=SC2086
     install() {
         $sudo env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -o Acquire::Retries=2 \
-            install -y --no-install-recommends $missing </dev/null
+            install -y --no-install-recommends "$@" </dev/null
     }
-    install >"$log" 2>&1 ||
-        { $sudo apt-get -o Acquire::Retries=1 update </dev/null >>"$log" 2>&1 && install >>"$log" 2>&1; } || true
+    # shellcheck disable=SC2086
+    install $missing $wanted >"$log" 2>&1 ||
+        { $sudo apt-get -o Acquire::Retries=1 update </dev/null >>"$log" 2>&1 && install $missing $wanted >>"$log" 2>&1; } ||
+        { [ -n "$missing" ] && [ -n "$wanted" ] && install $missing >>"$log" 2>&1; } || true
+    wanted=$(missing_system want)
+    [ -z "$wanted" ] || warn "going on without $wanted- apt-get could not install it ($log)"
     missing=$(missing_system)
     [ -z "$missing" ] || die "missing: ${missing}- apt-get could not install it ($log); without a network, run 'make" \
         "offline-bundle' on a machine that has one and put the file it names into dist/ here"

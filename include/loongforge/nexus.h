@@ -101,6 +101,7 @@ typedef struct lf_nexus_options {
     char fail[LF_TEXT_MAX];          /* NCCL: error | exit */
     double grace_s;                  /* NCCL: between a failure and the process's end */
     char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
+    char mpi_library[LF_TEXT_MAX];   /* path or name; "": the one that is loaded already, or one of the usual names */
 } lf_nexus_options;
 
 /** One row of the schedule. */
@@ -278,6 +279,43 @@ LF_API lf_status lf_nccl_id_by_file(const lf_nexus_options *opts, const char *pa
  *  LF_ERR_DEVICE (with NCCL's words); LF_ERR_NOMEM. */
 LF_API lf_status lf_nccl_open(const lf_nexus_options *opts, lf_device *device, int32_t rank, int32_t world,
                               const uint8_t id[LF_NCCL_ID_BYTES], lf_transport *out);
+
+/** MPI, found at run time: Open MPI, or MPICH and its relatives (Intel MPI, MVAPICH, Cray), version 3.0 or newer; ranks are those of
+ *  `mpirun` or `srun`. For the CPU: device memory is refused, also by a library that would take it.
+ *
+ *  MPI belongs to the process. One thread of ours makes every call of it, in order of posting over all handles; callers never wait
+ *  inside MPI, only for that thread, and no longer than their timeout. Before data moves all ranks compare what they have come for,
+ *  so ranks that are at different operations get LF_ERR_PEER and not each other's numbers; waiting for a late rank sleeps. Data is
+ *  copied to memory of ours and back: an operation that was given up never touches the caller's again.
+ *
+ *  Sums are MPI_SUM of the type; BF16 is added pair by pair in f32 and rounded each time. In which order ranks are added is the
+ *  library's choice, from count, type and world: the same bits on every rank and in every run of the same library and settings, which
+ *  MPI recommends and does not promise, and not those of another transport, but for values whose sums are exact.
+ *
+ *  A failure (a deadline passed, ranks that disagree, an error of MPI's) ends MPI for the process: every later call gives its text, and
+ *  MPI_Finalize, which would wait for the others, is left out. End the process with a code other than 0, and the launcher ends
+ *  the others. */
+typedef struct lf_mpi_info {
+    size_t size;
+    int32_t rank, world;
+    int32_t ours;     /* we called MPI_Init_thread, and will call MPI_Finalize */
+    char library[96]; /* "Open MPI v4.1.4" */
+} lf_mpi_info;
+
+/** One more user of MPI in this process: the first starts it (MPI_Init_thread with MPI_THREAD_SERIALIZED), unless the program has.
+ *  A program that uses MPI itself besides must have started it with MPI_THREAD_MULTIPLE. Waits for the other ranks up to timeout_s.
+ *  A rank that cannot be reached may make MPI itself end the process here: its error handlers are not in force yet.
+ *  @param opts section "nexus", NULL for defaults: mpi_library, timeout_s.  @param[out] info with its size set.
+ *  @return LF_ERR_UNSUPPORTED: no MPI, of another family, not whole, or started for one thread: says which; LF_ERR_STATE: it was ended
+ *  in this process; LF_ERR_TIMEOUT; LF_ERR_PEER with MPI's words; LF_ERR_NOMEM, LF_ERR_IO (no thread). On error nothing is started. */
+LF_API lf_status lf_mpi_start(const lf_nexus_options *opts, lf_mpi_info *info);
+/** One user less. The last one ends MPI where we started it, which waits for the other ranks, at most about 20 s; it cannot be started
+ *  again then. For each lf_mpi_start that was LF_OK once. */
+LF_API void lf_mpi_stop(void);
+/** A transport, and one more user until its `close`. All ranks open the same ones in the same order.  @param device the CPU.
+ *  @param[out] out rank and world are MPI's.
+ *  @return as lf_mpi_start; LF_ERR_UNSUPPORTED (another device). */
+LF_API lf_status lf_mpi_open(const lf_nexus_options *opts, lf_device *device, lf_transport *out);
 
 #ifdef __cplusplus
 }

@@ -27,6 +27,8 @@ static const lf_option rows[] = {
                 "NCCL: a failed collective is an error at the next call; exit: it also ends a process that does not handle it."),
     LF_ROW_F64(S, grace_s, "10", 0.1, 3600, "NCCL: seconds between a failure and the end of the process, with fail = exit."),
     LF_ROW_TEXT(S, nccl_library, "", NULL, "NCCL: path of libnccl.so.2; empty: the one PyTorch has loaded, or the loader's."),
+    LF_ROW_TEXT(S, mpi_library, "", NULL,
+                "MPI: path or name of libmpi; empty: the one that is loaded already, else Open MPI's or MPICH's usual names."),
 };
 #undef S
 

@@ -58,7 +58,7 @@ $ loongforge sync bench --dtype f16
 loongforge: --dtype 'f16', expected f32 or bf16; hint: --help lists the arguments
 ? 2
 $ loongforge sync bench --transport pigeon
-loongforge: --transport 'pigeon', expected loopback or nccl; hint: --help lists the arguments
+loongforge: --transport 'pigeon', expected loopback, nccl or mpi; hint: --help lists the arguments
 ? 2
 $ loongforge sync bench --iterations 0
 loongforge: --iterations '0', expected a whole number from 1 to 10000; hint: --help lists the arguments
@@ -76,4 +76,10 @@ loongforge: libnccl.so.2 is NCCL 2.7.0, expected 2.10.0 or newer
 ? 1
 $ LD_LIBRARY_PATH=$LF_NCCL_FAKES WORLD_SIZE=2 RANK=1 loongforge sync bench --transport nccl --meet meet3 --timeout_s 0.1
 loongforge: rank 1: meet3 did not come within 0.1 s; hint: does rank 0 run, and see this folder?
+? 1
+$ LD_LIBRARY_PATH=$LF_CLI_FAKES loongforge sync bench --transport mpi --mpi_library libmpi.so.40
+loongforge: Open MPI v4.1.4 is neither Open MPI nor of MPICH's family (Intel MPI, MVAPICH, Cray MPICH)
+? 1
+$ loongforge sync bench --transport mpi --mpi_library /nowhere/libmpi.so 2>&1 | cut -d: -f1-3
+loongforge: no MPI: /nowhere/libmpi.so
 ? 1

@@ -11,7 +11,8 @@ static const char help[] =
     "\"tail\"), \"expert\" (optional), \"frozen\" (optional), \"tied_to\" (optional: an earlier name)}.\n"
     "plan prints the groups, and the chunks in the order in which every rank posts them.\n"
     "bench sums arrays of every size over ranks, as one operation and in chunks, checks each sum and times it. loopback: ranks are\n"
-    "threads; nccl: processes, one a GPU, started by `torchrun --no-python --nproc-per-node N loongforge sync bench …`.";
+    "threads; nccl: processes, one a GPU, started by `torchrun --no-python --nproc-per-node N loongforge sync bench …`; mpi:\n"
+    "processes started by `mpirun -n N loongforge sync bench …` or srun.";
 
 /* Where the text of a bad entry goes: one line for the user. */
 typedef struct entry {
@@ -206,7 +207,7 @@ int lf_cmd_sync(int argc, char **argv)
     const cmd_section sections[] = {{"nexus", &nexus}, {"map", &map}};
     sync_bench_args bench = {0};
     const cmd_extra extras[] = {
-        {"transport", "NAME", "bench: loopback (default) or nccl", &bench.transport, NULL},
+        {"transport", "NAME", "bench: loopback (default), nccl or mpi", &bench.transport, NULL},
         {"sizes", "LIST", "bench: bytes of the arrays (1MiB,16MiB,64MiB)", &bench.sizes, NULL},
         {"chunks", "LIST", "bench: bytes of one operation (1MiB,16MiB), launched in runs of run_bytes", &bench.chunks, NULL},
         {"dtype", "NAME", "bench: f32 (default) or bf16", &bench.dtype, NULL},

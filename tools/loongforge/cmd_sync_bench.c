@@ -329,6 +329,39 @@ static int bench_nccl(const bench *b, const char *meet)
     return code;
 }
 
+/* What a launcher says of the ranks it started, by the environment: Open MPI, MPICH's hydra, Slurm. Two kinds of MPI do not find one
+ * another, and then every process believes to be alone. */
+static int check_world(int32_t world)
+{
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const int32_t said = environment(names[i], world);
+        if (said != world)
+            return cmd_fail(
+                "MPI has %d rank(s), and %s is %d; hint: --mpi_library of the MPI that this launcher belongs to, or srun "
+                "--mpi=pmix",
+                world, names[i], said);
+    }
+    return CMD_OK;
+}
+
+static int bench_mpi(const bench *b)
+{
+    char text[400];
+    end e = {.b = b};
+    int code = prepare_end(&e, "cpu");
+    if (code == CMD_OK && lf_mpi_open(&b->options, e.device, &e.t) < 0) code = cmd_fail_lf(NULL);
+    if (code == CMD_OK) code = check_world(e.t.world);
+    if (code == CMD_OK && e.t.rank == 0) {
+        e.t.describe(e.t.user, text, sizeof text);
+        if (!b->json) printf("%s\n", text);
+        print_head(b);
+    }
+    if (code == CMD_OK) code = measure_all(&e);
+    close_end(&e);
+    return code;
+}
+
 int cmd_sync_bench(const sync_bench_args *args, const lf_nexus_options *options)
 {
     bench b = {.options = *options, .iterations = 20, .dtype = LF_DTYPE_F32, .json = args->json};
@@ -352,5 +385,6 @@ int cmd_sync_bench(const sync_bench_args *args, const lf_nexus_options *options)
     const char *transport = args->transport ? args->transport : "loopback";
     if (strcmp(transport, "loopback") == 0) return bench_loopback(&b, ranks);
     if (strcmp(transport, "nccl") == 0) return bench_nccl(&b, args->meet);
-    return cmd_fail_usage("--transport '%s', expected loopback or nccl", transport);
+    if (strcmp(transport, "mpi") == 0) return bench_mpi(&b);
+    return cmd_fail_usage("--transport '%s', expected loopback, nccl or mpi", transport);
 }
