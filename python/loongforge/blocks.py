@@ -30,6 +30,7 @@ from .fused import mixture
 from .loom import Combine, Permute, Routing, at
 from .models.moe import MixtureOfExperts
 from .probe import Trial, Unfit, small_copy
+from .tree import has_hooks
 
 K_NAMES = ("top_k", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "n_activated_experts", "topk", "k")
 
@@ -124,6 +125,24 @@ class Woven:
     _lf_stock: type
     _lf_plan: NamedTuple
     _lf_products = _Products()
+    method = "forward"  # of the stock class, which ours replaces
+
+    def _runs_as_stock(self, x, parts: nn.Module) -> bool:
+        """There is no token, or a hook on one of the experts' parts that ours would not run. parts: what holds the experts."""
+        if x.numel() == 0:
+            return True
+        if not any(has_hooks(m) for m in parts.modules() if m is not parts):
+            return False
+        name = next(name for name, m in parts.named_modules() if m is not parts and has_hooks(m))
+        warnings.warn(
+            f"{type(self).__name__}: experts.{name} has hooks, so the block runs as it did before accelerate",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return True
+
+    def _stock(self, *args, **kwargs):
+        return getattr(self._lf_stock, self.method)(self, *args, **kwargs)
 
     def __deepcopy__(self, memo):
         make, args, state, *_ = super().__reduce_ex__(4)
@@ -217,7 +236,10 @@ class _Given(Woven):
         return read(self.holder(self), self._lf_plan.linears)
 
     def _mix(self, *args, **kwargs):
-        return mix_given(*_bind(self._lf_plan.names, args, kwargs), self.describe(), self._lf_products.plan)
+        x, ids, weight = _bind(self._lf_plan.names, args, dict(kwargs))
+        if self._runs_as_stock(x, self.holder(self)):
+            return self._stock(*args, **kwargs)
+        return mix_given(x, ids, weight, self.describe(), self._lf_products.plan)
 
 
 class WovenExperts(_Given):
@@ -414,7 +436,9 @@ class WovenBlock(Woven):
 
     def forward(self, *args, **kwargs):
         plan = self._lf_plan
-        (x,) = _bind(plan.names, args, kwargs)
+        (x,) = _bind(plan.names, args, dict(kwargs))
+        if self._runs_as_stock(x, self._modules[plan.experts]):
+            return self._stock(*args, **kwargs)
         shape = x.shape
         if plan.jitter and self.training and (jitter := getattr(self, plan.jitter)) > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - jitter, 1.0 + jitter)

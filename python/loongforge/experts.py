@@ -23,6 +23,7 @@ class ExpertSet:
     def __init__(self, held, weights=(), *, fused=None, keep_h=True):
         self.held, self.weights, self.fused = held, [tuple(row) for row in weights], fused
         self.keep_h = keep_h
+        self._pass, self._awaited = held.passes, 0
         self.open()
 
     def open(self) -> None:
@@ -61,6 +62,25 @@ class ExpertSet:
         except _C.Error as error:
             raise NotImplementedError(error.args[2]) from None
 
+    def begin(self) -> tuple:
+        """Before each forward, where grad mode is still the caller's. -> what its backward must be given.
+
+        A set may run several times before one backward: with several ranks its gradients are announced by the last one."""
+        if torch.is_grad_enabled() and self.trained:
+            if self._pass != self.held.passes:  # what ran for nothing, in an evaluation say, is not waited for
+                self._pass, self._awaited = self.held.passes, 0
+            self._awaited += 1
+            hooked = next((b for b in self.blocks if _has_gradient_hook(b.param)), None)
+            if hooked is not None:
+                raise RuntimeError(
+                    f"{hooked.name} has a hook on its gradient, which would not run: experts' gradients are written straight "
+                    "into the map; hint: take the hook off, or undo(model)"
+                )
+        return self._versions()
+
+    def _versions(self) -> tuple:
+        return tuple(b.param._version for b in self.blocks)
+
     def forward(self, offset: torch.Tensor, xs: torch.Tensor):
         """offset: (e + 1) i32; xs: (rows, d) sorted by expert -> gu (regions of 2 f), h (of f; None: not kept), ys (rows, d)"""
         rows = xs.shape[0]
@@ -71,8 +91,14 @@ class ExpertSet:
         )
         return gu, h if self.keep_h and self.trained else None, ys
 
-    def backward(self, offset, xs, gu, h, dys) -> torch.Tensor:
-        """gu, h: as forward gave them -> dxs (rows, d); gradients of the weights are in the map, announced."""
+    def backward(self, begun: tuple, offset, xs, gu, h, dys) -> torch.Tensor:
+        """begun: begin's; gu, h: forward's -> dxs (rows, d); gradients of the weights are in the map, announced."""
+        if (now := self._versions()) != begun:
+            changed = next(b for b, new, old in zip(self.blocks, now, begun) if new != old)
+            raise RuntimeError(
+                f"{changed.name} was changed between forward and backward; hint: step and edit weights after backward"
+            )
+        self._awaited = max(self._awaited - 1, 0)
         added = self.held.begin_write(self.blocks) if self.trained else False
         rows = xs.shape[0]
         dgu, dh, dxs = torch.empty_like(gu), xs.new_empty(rows * self.widest), torch.empty_like(xs)
@@ -90,7 +116,7 @@ class ExpertSet:
             added,
         )
         if self.trained:
-            self.held.end_write(self.blocks, added)
+            self.held.end_write(self.blocks, added, final=not self._awaited)
         return dxs
 
 
@@ -98,6 +124,11 @@ def _addresses(rows, plane: str, part: int) -> list[int]:
     """Of the experts' gate_up (part 0) or down (-1) in a plane; of each slice where a block holds all experts."""
     tensors = [getattr(row[part], plane) for row in rows]
     return [t.data_ptr() for block in tensors for t in (block.unbind(0) if block.dim() == 3 else [block])]
+
+
+def _has_gradient_hook(param) -> bool:
+    """Beside the map's own."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def _adjoin(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -156,7 +156,7 @@ class MixtureAddNorm(torch.autograd.Function):
             c.schedule.data_ptr(),
             dlogits.data_ptr(),
         )
-        dxs = c.experts.backward(r.offset, xs, gu, hidden, dys)
+        dxs = c.experts.backward(c.begun, r.offset, xs, gu, hidden, dys)
         drouter = torch.empty_like(router)
         _C.loom_router_backward(
             *at(h),
@@ -178,12 +178,12 @@ class MixtureAddNorm(torch.autograd.Function):
 
 
 class Mixture(torch.autograd.Function):
-    """x: (n, d); weight: (n, k) f32, the tensor that `routing` has; routing: filled, of the same tokens; experts: an ExpertSet
-    -> y (n, d), the weighted sum of each token's experts. anchor: () that requires a gradient, so that backward runs for the
-    experts alone too."""
+    """x: (n, d); weight: (n, k) f32, the tensor that `routing` has; routing: filled, of the same tokens; experts: an ExpertSet,
+    begun: its begin's -> y (n, d), the weighted sum of each token's experts. anchor: () that requires a gradient, so that
+    backward runs for the experts alone too."""
 
     @staticmethod
-    def forward(ctx, x, weight, anchor, routing, experts):
+    def forward(ctx, x, weight, anchor, routing, experts, begun):
         x, r = x.contiguous(), routing
         shape = (r.n, r.e, r.k, x.shape[1], DTYPES[x.dtype])
         xs, y = x.new_empty(r.n * r.k, x.shape[1]), torch.empty_like(x)
@@ -191,7 +191,7 @@ class Mixture(torch.autograd.Function):
         gu, hidden, ys = experts.forward(r.offset, xs)
         _C.loom_combine(*at(x), r.addresses, ys.data_ptr(), *shape, y.data_ptr())
         ctx.save_for_backward(xs, gu, hidden, ys)
-        ctx.routing, ctx.experts, ctx.shape = r, experts, shape
+        ctx.routing, ctx.experts, ctx.begun, ctx.shape = r, experts, begun, shape
         return y
 
     @staticmethod
@@ -203,15 +203,15 @@ class Mixture(torch.autograd.Function):
         _C.loom_combine_backward(
             *at(dy), r.addresses, ys.data_ptr(), dy.data_ptr(), *ctx.shape, dys.data_ptr(), dweight.data_ptr()
         )
-        dxs, dx = ctx.experts.backward(r.offset, xs, gu, hidden, dys), torch.empty_like(dy)
+        dxs, dx = ctx.experts.backward(ctx.begun, r.offset, xs, gu, hidden, dys), torch.empty_like(dy)
         _C.loom_permute_backward(*at(dy), r.addresses, dxs.data_ptr(), *ctx.shape, 0, 0, dx.data_ptr())
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 def mixture(x, weight, routing, experts) -> torch.Tensor:
     """Mixture with an anchor of its own."""
     anchor = torch.zeros((), device=x.device, requires_grad=experts.trained)
-    return Mixture.apply(x, weight, anchor, routing, experts)
+    return Mixture.apply(x, weight, anchor, routing, experts, experts.begin())
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -106,6 +106,7 @@ class ParameterMap:
         self._replanned: list = []  # called after the map moved
         self._aborted: list = []  # called when a backward pass was found to have died
         self._task = -1  # autograd's pass that the queued callback belongs to
+        self.passes = 0  # backward passes that have ended, where someone waits for their ends
         self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
         self.sync = None  # the NexusSync that reduces these gradients over several ranks
@@ -327,15 +328,16 @@ class ParameterMap:
                 self._adopt_user_gradient(b)
         return True
 
-    def end_write(self, blocks, added: bool) -> None:
-        """These blocks' gradients are queued: `.grad` is their view where it can be, and they are announced."""
+    def end_write(self, blocks, added: bool, final: bool = True) -> None:
+        """These blocks' gradients are queued: `.grad` is their view where it can be, and they are announced; not final: another
+        write of this pass follows."""
         for b in blocks:
             b.starts += not added
             if b.grad.dtype == b.param.dtype:
                 b.param.grad = b.grad
-            self.announce(b)
+            self.announce(b, final)
 
-    def announce(self, b: _Block) -> None:
+    def announce(self, b: _Block, final: bool = True) -> None:
         """The block's gradient is in the map. Direct writers: begin_write, end_write."""
         b.has_grad = True
         if self._defer:
@@ -348,7 +350,7 @@ class ParameterMap:
         if self._edges and self._task == -1 and task != -1:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        for fn in self._listeners:
+        for fn in self._listeners if final else ():
             fn(b)
 
     def forget_pass(self) -> None:
@@ -357,6 +359,7 @@ class ParameterMap:
 
     def _backward_ended(self) -> None:
         self._task = -1
+        self.passes += 1
         for fn in self._edges:
             fn()
 

@@ -202,8 +202,8 @@ class NexusSync:
     def _finish(self) -> None:
         """End of backward: post what is left, wait (or leave that to the update), and let every trainable parameter have its
         reduced gradient."""
-        if not self._begun:
-            return
+        if not self._begun:  # what was written is still to be announced
+            _C.nexus_begin(self.handle)
         self._begun = False
         for b in self.map.blocks:  # gradients of earlier micro steps only: final, but not announced in this pass
             if b.index in self._marked or not self.map.holds_gradient(b):

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a model's module tree still as it was? Asked at every step, so no name is built and nothing but identities compared."""
+"""Is a model's module tree still as it was, and has it hooks? Asked at every step, so no name is built and nothing but identities
+compared."""
 
 from __future__ import annotations
 
 from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs a hook of its own."""
+    return any(getattr(module, kind) for kind in _HOOKS)
 
 
 class TreeWatch:

@@ -18,6 +18,7 @@ from .fused import AddNorm, MixtureAddNorm, head_loss
 from .loom import SCHEDULE_BYTES, schedule_bytes
 from .models.gr00t_n16 import Gr00tN16
 from .models.moe import Routed
+from .tree import has_hooks
 
 
 @dataclass
@@ -25,6 +26,7 @@ class MixtureCall:
     """What one layer's mixture needs beside tensors that have gradients."""
 
     experts: ExpertSet
+    begun: tuple  # ExpertSet.begin's
     k: int
     seed: int
     layer: int
@@ -65,9 +67,6 @@ class _Weaving(StaysBehind):
             self.values = values
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def _eps(norm: torch.nn.RMSNorm) -> float:
     return norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
 
@@ -97,7 +96,7 @@ class WovenGr00tN16(Gr00tN16):
     def _has_hooks(self) -> bool:
         """Hooks on what the fused functions pass over would not run: then the modules themselves do."""
         w = self._weaving
-        found = next((name for name, m in w.passed_over if any(getattr(m, kind) for kind in _HOOKS)), None)
+        found = next((name for name, m in w.passed_over if has_hooks(m)), None)
         if found is not None and not w.told:
             w.told = True
             warnings.warn(
@@ -123,8 +122,17 @@ class WovenGr00tN16(Gr00tN16):
             a = layer.attention(h.view(b, t, d)).reshape(b * t, d).to(x.dtype)
             x, h = AddNorm.apply(x, a, norms[2 * i + 1].weight, _eps(norms[2 * i + 1]))
             following = norms[2 * i + 2]
+            experts = w.sets[i]
             call = MixtureCall(
-                w.sets[i], c.experts_per_token, c.seed, layer.moe.layer, _eps(following), schedule, token_index, keep
+                experts,
+                experts.begin(),
+                c.experts_per_token,
+                c.seed,
+                layer.moe.layer,
+                _eps(following),
+                schedule,
+                token_index,
+                keep,
             )
             x, h, counts, prob_sum = MixtureAddNorm.apply(x, h, layer.moe.router.weight, following.weight, w.anchor, call)
             reports.append(Routed(counts, prob_sum))

@@ -382,6 +382,37 @@ def test_planned_products_train_like_the_stock_model_and_survive_a_replan():
     assert got == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", [mixtures.Mixture, mixtures.ByMethod])
+def test_hooks_on_an_experts_part_run(kind):
+    torch.manual_seed(6)
+    stock, calls = nn.ModuleDict({"block": kind()}), []
+    ours = copy.deepcopy(stock)
+    accelerate(ours)
+    hook = ours.block.experts[1].register_forward_hook(lambda m, args, out: calls.append(1))
+    with pytest.warns(RuntimeWarning, match=r"experts\.1 has hooks"):
+        close([ours.block(tokens())], [stock.block(tokens())], 1e-5)
+    assert calls == [1]
+    ours.block(tokens())
+    hook.remove()
+    ours.block(tokens())
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("name", sorted(mixtures.TAKEN))
+def test_no_tokens_at_all(name):
+    torch.manual_seed(6)
+    model = nn.ModuleDict({"block": mixtures.TAKEN[name]()})
+    held = accelerate(model)
+    for planned in (False, True):
+        if planned:
+            assert blocks.plan_products(model, held) == []
+        x = tokens()[:0].requires_grad_()
+        out = model.block(x)
+        out = out if isinstance(out, torch.Tensor) else out[0]
+        out.sum().backward()
+        assert out.shape == x.shape and x.grad.shape == x.shape
+
+
 def test_products_whose_experts_no_longer_fit_are_torchs_again():
     torch.manual_seed(5)
     stock = Net(mixtures.Mixture, mixtures.Fused)

@@ -189,6 +189,28 @@ def test_two_forwards_before_a_backward():
     assert_close(gradients(model), gradients(plain))
 
 
+def test_edits_between_forward_and_backward_are_an_error():
+    config = sizes(attention="dense")
+    model, _ = woven(config)
+    weight = model.layers[1].moe.experts[2].down.weight
+    loss = model(*batch(config)).loss
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="layers.1.moe.experts.2.down.weight was changed between forward and backward"):
+        loss.backward()
+
+
+def test_hooks_on_an_experts_weight_are_refused():
+    config = sizes(attention="dense")
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model, _ = woven(config)
+        hook = getattr(model.layers[0].moe.experts[3].up.weight, register)(lambda grad: None)
+        with pytest.raises(RuntimeError, match="layers.0.moe.experts.3.up.weight has a hook on its gradient"):
+            model(*batch(config))
+        hook.remove()
+        model(*batch(config)).loss.backward()
+
+
 def test_hooks_on_a_layers_parts_run():
     config, calls = sizes(attention="dense"), []
     model, _ = woven(config)
