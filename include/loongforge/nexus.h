@@ -160,6 +160,26 @@ LF_API lf_status lf_nexus_take(lf_nexus *nexus, lf_stream *stream, int32_t *firs
 LF_API lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream);
 LF_API lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats);
 
+enum {
+    LF_NEXUS_RECENT = 32, /* collectives that are remembered */
+    LF_COLLECTIVE_POSTED = 0,
+    LF_COLLECTIVE_DONE = 1, /* waited for: on a device the wait is queued */
+    LF_COLLECTIVE_FAILED = 2
+};
+/** One of the last collectives of a handle. Replays of a captured step are not among them. */
+typedef struct lf_collective_info {
+    size_t size;
+    int32_t state;
+    int32_t dtype;
+    int64_t seq;   /* counted from 0 at open; the same collective has the same number on every rank */
+    int32_t chunk; /* of the schedule; -1: a sum beside the steps */
+    int64_t count, bytes;
+    double seconds; /* from its post to the end of its wait, or until now */
+} lf_collective_info;
+/** The newest collective but `back`, for the report of a failure. May be called while another thread waits for the transport.
+ *  @return LF_END: so many are not remembered; LF_ERR_INVALID (info->size, back negative). */
+LF_API lf_status lf_nexus_get_recent(const lf_nexus *nexus, int32_t back, lf_collective_info *info);
+
 /** LF_OK, or the error that ended the handle, also one that the transport found while nobody called (a peer that died, a
  *  collective past its deadline). Asks no device and costs next to nothing: for once a step, and before a checkpoint is saved.
  *  Where lf_nexus_finish does not wait on the host, a step is known to be good when this is LF_OK after its work is done. */

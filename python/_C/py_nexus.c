@@ -421,6 +421,24 @@ static PyObject *nexus_stats(PyObject *self, PyObject *handle)
                          "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s);
 }
 
+/* nexus_recent(nexus) -> [{seq, state, chunk, dtype, count, bytes, seconds}, …], oldest first; chunk -1: none of the schedule */
+static PyObject *nexus_recent(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    static const char *const states[] = {"posted", "done", "failed"};
+    box *b = lfpy_get(handle, "lf_nexus");
+    PyObject *list = b ? PyList_New(0) : NULL;
+    lf_collective_info c = {.size = sizeof c};
+    for (int32_t i = 0; list && lf_nexus_get_recent(b->nexus, i, &c) == LF_OK; i++) {
+        PyObject *row = Py_BuildValue("{s:L,s:s,s:i,s:i,s:L,s:L,s:d}", "seq", (long long)c.seq, "state", states[c.state], "chunk",
+                                      (int)c.chunk, "dtype", (int)c.dtype, "count", (long long)c.count, "bytes",
+                                      (long long)c.bytes, "seconds", c.seconds);
+        if (!row || PyList_Insert(list, 0, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
 /* nexus_describe(nexus) -> one line on the transport */
 static PyObject *nexus_describe(PyObject *self, PyObject *handle)
 {
@@ -485,6 +503,7 @@ PyMethodDef lfpy_nexus_methods[] = {
     {"nccl_version", nccl_version, METH_VARARGS, "Version of the NCCL that would be used, as number and text."},
     {"nccl_id", nccl_id, METH_VARARGS, "Bytes by which ranks meet, made on one of them."},
     {"nexus_chunks", nexus_chunks, METH_O, "The schedule, a dict a chunk, in the order of posting."},
+    {"nexus_recent", nexus_recent, METH_O, "The last collectives, oldest first."},
     {"nexus_stats", nexus_stats, METH_O, "Counts and times so far."},
     {NULL, NULL, 0, NULL},
 };

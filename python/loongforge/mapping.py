@@ -16,11 +16,10 @@ import weakref
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import _C
+from . import _C, peers
 from .copies import Hook, Owner
 from .places import is_kept_in_f32, locate
 from .streams import DTYPES, device_of, stream_of
@@ -30,6 +29,7 @@ WEIGHT, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = range(5)
 ROLE_NAMES = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
 KEPT = (torch.float32, torch.bfloat16, torch.float16)
 FROZEN, NO_DECAY = 1, 2
+BROADCAST_BYTES = 64 << 20
 
 _maps: weakref.WeakSet[ParameterMap] = weakref.WeakSet()
 
@@ -532,7 +532,8 @@ class ParameterMap:
             for role, dtype in enumerate(info["role_dtype"]):
                 if dtype and role != GRAD:
                     plane = torch.utils.dlpack.from_dlpack(_C.map_flat(self.handle, klass, 0, info["count"], role))
-                    dist.broadcast(plane, dist.get_global_rank(group, 0) if group else 0, group=group)
+                    for part in plane.split(BROADCAST_BYTES // plane.element_size()):  # each within the deadline
+                        peers.of(group).broadcast(part, "first weights")
         self.weights_written(self.blocks)
 
     # ---- for people -----------------------------------------------------------------------------------------------------------

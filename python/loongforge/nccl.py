@@ -7,15 +7,8 @@ import os
 import socket
 
 import torch
-import torch.distributed as dist
 
-from . import _C, Error
-
-
-def _gather(value, group) -> list:
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+from . import _C, Error, peers
 
 
 def _local(device: torch.device, options: dict) -> dict:
@@ -50,19 +43,18 @@ def judge(ranks: list) -> str | None:
 
 def why_not(device: torch.device, group, options: dict) -> str | None:
     """None when all ranks of the group can use NCCL, otherwise the reason, the same on every rank. Collective."""
-    return judge(_gather(_local(device, options), group))
+    return judge(peers.of(group).gather(_local(device, options), "which GPUs the ranks have"))
 
 
 def meet(group, options: dict) -> tuple:
     """What `_C.nexus_open` takes as a transport: this rank, the world and rank 0's id. Collective."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    box = [None]
-    if rank == 0:
+    met, own = peers.of(group), None
+    if met.rank == 0:
         try:
-            box[0] = _C.nccl_id({k: v for k, v in options.items() if k == "nccl_library"})
+            own = _C.nccl_id({k: v for k, v in options.items() if k == "nccl_library"})
         except Error as error:
-            box[0] = error.args[2]  # the others must not wait for an id that never comes
-    dist.broadcast_object_list(box, dist.get_global_rank(group, 0) if group else 0, group=group)
-    if not isinstance(box[0], bytes):
-        raise RuntimeError(f"rank 0 could not open a meeting of ranks: {box[0]}")
-    return "nccl", rank, world, box[0]
+            own = error.args[2]  # the others must not wait for an id that never comes
+    id_bytes = met.share(own, "the id by which ranks meet")
+    if not isinstance(id_bytes, bytes):
+        raise RuntimeError(f"rank 0 could not open a meeting of ranks: {id_bytes}")
+    return "nccl", met.rank, met.world, id_bytes

@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
-import time
 import weakref
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, nccl, residual
+from . import _C, nccl, peers, residual
 from .copies import StaysBehind
 from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
 from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
 
+GRADIENTS = (torch.float32, torch.bfloat16)
+
 _ONE_PASS = "`with sync.no_sync():` around all backward passes but the last, and no reentrant checkpointing"
 _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
+_END_WITHIN_S = 10.0
 
 
 @atexit.register
@@ -29,6 +31,8 @@ def _close_all() -> None:
     for sync in list(_syncs):
         if sync.transport == "nccl" or sync.sparse:  # a worker may call Python
             sync.close()
+    if peers.abandoned:  # gloo waits in its destructor for what it cannot finish, by default for half an hour
+        faulthandler.dump_traceback_later(_END_WITHIN_S, exit=True)
 
 
 def _on(stream: int, tensor: torch.Tensor):
@@ -40,34 +44,44 @@ class TorchTransport:
     """Collectives of a torch.distributed process group behind the library's transport table.
 
     Called by the library from whichever thread finishes a gradient, with sparse reductions on the CPU from a worker of its own;
-    `post` returns at once, `wait` blocks.
+    `post` returns at once, `wait` blocks. A collective that failed cannot be taken back and may still write when a stopped rank
+    goes on. So what is no gradient is summed in a copy, and what failed is kept for good.
     """
 
-    def __init__(self, device, group=None):
-        self.device, self.group = device, group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, device, memory, group=None):
+        """memory: the map's handle, in which gradients lie"""
+        self.device, self.memory, self.peers = device, memory, peers.of(group)
+        self.rank, self.world = self.peers.rank, self.peers.world
         self._work: dict = {}
         self._next = 0
 
     def post(self, address: int, count: int, dtype: int, stream: int) -> int:
-        tensor = borrow(self.device, address, (count,), TORCH_DTYPES[dtype])
+        target = borrow(self.device, address, (count,), TORCH_DTYPES[dtype])
         self._next += 1
-        with _on(stream, tensor):
-            self._work[self._next] = (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        try:
+            with _on(stream, target):
+                tensor = target if target.dtype in GRADIENTS else target.clone()
+                work = dist.all_reduce(tensor, group=self.peers.group, async_op=True)
+        except RuntimeError as error:
+            self._abandon()
+            raise peers.PeerError(peers.words(error)) from error
+        self._work[self._next] = (work, tensor, target)
         return self._next
 
     def wait(self, ticket: int, stream: int, timeout_s: float) -> None:
-        work, tensor = self._work.pop(ticket)
-        started = time.monotonic()
+        work, tensor, target = self._work[ticket]
         try:
-            with _on(stream, tensor):
-                work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if time.monotonic() - started >= 0.9 * timeout_s or "imed out" in str(error):
-                raise TimeoutError(
-                    f"no answer from the other ranks within {timeout_s:g} s; hint: look at rank logs, a peer may have died"
-                ) from error
+            with _on(stream, target):
+                self.peers.wait(work, timeout_s)
+                if tensor is not target:
+                    target.copy_(tensor)
+        except BaseException:
+            self._abandon()
             raise
+        del self._work[ticket]
+
+    def _abandon(self) -> None:
+        peers.abandoned.append((self.memory, list(self._work.values())))
 
 
 class _ReduceStats(StaysBehind):
@@ -115,6 +129,8 @@ class NexusSync:
             self.options["priority"] = priority
         self.group = group
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        if self.world > 1:
+            peers.of(group).timeout_s = _C.options_check("nexus", self.options)["timeout_s"]
         self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
         self._open()
@@ -145,7 +161,7 @@ class NexusSync:
     def _open(self) -> None:
         how = self.transport
         if how == "torch":
-            how = TorchTransport(self.map.device, self.group)
+            how = TorchTransport(self.map.device, self.map.handle, self.group)
         elif how == "nccl":
             how = nccl.meet(self.group, self.options)
         self.handle = _C.nexus_open(self.map.handle, how, self.options)
@@ -305,10 +321,6 @@ class NexusSync:
         if self.world == 1:
             return stats
         self.land()
-        if self.transport != "nccl":
-            total = stats.clone()
-            dist.all_reduce(total, group=self.group)
-            return total
         wide = torch.float64 if stats.is_floating_point() else torch.int64
         total = stats.detach().to(device=self.map.torch_device, dtype=wide, memory_format=torch.contiguous_format, copy=True)
         self._sum_words(total)
@@ -415,7 +427,13 @@ class NexusSync:
         """Collectives, bytes, exposed seconds, p50/p95/p99 of one collective."""
         return _C.nexus_stats(self.handle)
 
+    def recent(self) -> dict:
+        """The last collectives, oldest first: {"gradients": the handle's, sums beside the steps too, "control": the group's}."""
+        control = peers.of(self.group).recent() if self.world > 1 else []
+        return {"gradients": _C.nexus_recent(self.handle), "control": control}
+
     def close(self) -> None:
+        """Never waits for other ranks, also after a failure."""
         self.drop()
         self.handle.close()
         if self.map.sync is self:

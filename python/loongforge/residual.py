@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import re
 
-import torch.distributed as dist
-
-from . import _C
+from . import _C, peers
 
 _NAME = re.compile(r"step(\d+)\.rank(\d+)(\.tmp)?")
 
@@ -19,15 +17,11 @@ def _path(folder: str, step: int, rank: int) -> str:
 
 def _gather(sync, value) -> list:
     """Every rank's value, by rank."""
-    if sync.world == 1:
-        return [value]
-    values = [None] * sync.world
-    dist.all_gather_object(values, value, group=sync.group)
-    return values
+    return [value] if sync.world == 1 else peers.of(sync.group).gather(value, "residuals beside a checkpoint")
 
 
 def _rank(sync) -> int:
-    return dist.get_rank(sync.group) if sync.world > 1 else 0
+    return peers.of(sync.group).rank if sync.world > 1 else 0
 
 
 def save(sync, folder, step: int) -> dict | None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C
+from . import _C, peers
 from .mapping import ParameterMap, current, map_of
 from .optim import AdamW
 from .streams import stream_of
@@ -55,9 +55,7 @@ class CheckpointVault:
         self.save_dir, self.base_model_path = os.fspath(save_dir), base_model_path and os.fspath(base_model_path)
         self.options = _C.options_check("vault", dict(options, diff_interval=diff_interval))
         self.handle = None
-        adopted = self._share(self._prepare() if self.writes else None)
-        self._open()
-        if adopted:
+        if self._from_writer(self._prepare, "opening the vault"):
             self.restore()
         self.map.on_replan(self._reopen, guard=self._refuse_replan)
 
@@ -71,16 +69,16 @@ class CheckpointVault:
         return os.path.join(self.save_dir, _BASE)
 
     def _prepare(self) -> bool:
-        """Make the folder; take a base file from outside into an empty one. -> was one taken?"""
+        """Make and open the folder; take a base file from outside into an empty one. -> was one taken?"""
         os.makedirs(self.save_dir, exist_ok=True)
         adopt = self.base_model_path and os.path.exists(self.base_model_path) and not os.path.exists(self._base())
         if adopt:
             _copy(self.base_model_path, self._base())
+        self._open()
         return bool(adopt)
 
     def _open(self) -> None:
-        if self.writes:
-            self.handle = _C.vault_open(self.save_dir, self.map.handle, self.options)
+        self.handle = _C.vault_open(self.save_dir, self.map.handle, self.options)
 
     def _refuse_replan(self) -> None:
         """Checkpoints are laid out as the map is: another layout would not go on with them."""
@@ -96,13 +94,9 @@ class CheckpointVault:
             self.handle.close()
             self._open()
 
-    def _share(self, value):
-        """Rank 0's value on every rank."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, dist.get_global_rank(self.group, 0) if self.group else 0, group=self.group)
-        return box[0]
+    def _from_writer(self, work, what: str):
+        """work() on rank 0, its result on every rank."""
+        return work() if self.world == 1 else peers.of(self.group).from_first(work, what)
 
     def due(self, step: int) -> bool:
         """True when diff_interval asks for a save after this step."""
@@ -135,14 +129,19 @@ class CheckpointVault:
             os.makedirs(os.path.dirname(self.base_model_path) or ".", exist_ok=True)
             _copy(self._base(), self.base_model_path)
 
-    def steps(self) -> list:
-        """Steps of the committed checkpoints, ascending, on every rank."""
-        return self._share([c["step"] for c in _C.vault_list(self.save_dir)] if self.writes else None)
+    def steps(self, settled: bool = False) -> list:
+        """Steps of the committed checkpoints, ascending, on every rank. settled: once every save is on disk or has failed."""
+
+        def look():
+            if settled:
+                self.wait()
+            return [c["step"] for c in _C.vault_list(self.save_dir)]
+
+        return self._from_writer(look, "saves under way" if settled else "which checkpoints there are")
 
     def restore(self, step: int = -1) -> dict:
         """Load the newest checkpoint that verifies, at most `step`. -> {"step", "path", …}; `blob(name)` has its state"""
-        info = _C.vault_restore(self.handle, step) if self.writes else None
-        info = self._share(info)
+        info = self._from_writer(lambda: _C.vault_restore(self.handle, step), "restoring a checkpoint")
         if self.world > 1:
             self.map.broadcast(self.group)
         self.map.weights_written(self.map.blocks)
@@ -156,7 +155,7 @@ class CheckpointVault:
 
     def blob(self, name: str):
         """A state value of the restored checkpoint; None when it has none of that name."""
-        return self._share(self._read_blob(name) if self.writes else None)
+        return self._from_writer(lambda: self._read_blob(name), "the state of a checkpoint")
 
     def _read_blob(self, name: str):
         try:

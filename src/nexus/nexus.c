@@ -55,6 +55,7 @@ static void free_nexus(lf_nexus *nexus)
     lf__sparse_close(nexus);
     lf_event_close(nexus->event);
     lf__nexus_spans_close(nexus);
+    lf__nexus_trace_close(nexus);
     lf__nexus_schedule_free(&nexus->plan);
     lf__mutex_close(nexus->mutex);
     lf__free(nexus->marked);
@@ -77,6 +78,7 @@ lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transpo
     nexus->mutex = lf__mutex_open();
     nexus->marked = lf__alloc((size_t)nexus->plan.n_blocks);
     if (!nexus->mutex || !nexus->marked) LF_THROW(LF_ERR_NOMEM, "nexus");
+    LF_TRY(lf__nexus_trace_open(nexus));
     if (transport) LF_TRY(open_for_steps(nexus, transport));
     *out = nexus;
     return LF_OK;
@@ -494,7 +496,10 @@ lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dt
     rc = lf__chain_rest(nexus);
     if (rc == LF_OK) rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
     if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, stream);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    if (rc < 0) {
+        rc = lf__fail_prefix(rc, "a sum of %lld %s beside the gradients", (long long)count, lf_dtype_name(dtype));
+        LF_TRY(fail_step(nexus, rc));
+    }
 out:
     lf__unlock(nexus->mutex);
     return rc;

@@ -85,6 +85,19 @@ typedef struct nexus_sparse {
     int64_t turn;  /* of this step */
 } nexus_sparse;
 
+typedef struct nexus_traced {
+    int64_t seq, count, ticket, began_ns, ended_ns;
+    const void *data;
+    int32_t dtype, state;
+} nexus_traced;
+
+/** What was posted last, by sequence number. */
+typedef struct nexus_trace {
+    lf__mutex *mutex; /* guards the rest */
+    int64_t n;
+    nexus_traced ring[LF_NEXUS_RECENT];
+} nexus_trace;
+
 struct nexus_chain;
 
 struct lf_nexus {
@@ -115,6 +128,7 @@ struct lf_nexus {
     bool ran;                  /* something of this step was posted outside a capture */
     nexus_span *spans;         /* (SPANS + 1, n_runs), by the run that is waited for first: of steps that ran, and of the captured
                                  one, recorded anew by every replay; NULL on the CPU */
+    nexus_trace trace;
 };
 
 /** Cut the map's groups into chunks of at most `chunk_bytes`, order them, and gather them into runs of at most `run_bytes`.
@@ -136,6 +150,12 @@ lf_status lf__nexus_call_settle(lf_nexus *nexus);
 lf_status lf__nexus_call_replayed(lf_nexus *nexus, lf_stream *stream);
 lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats);
 lf_status lf__nexus_announce_memory(lf_nexus *nexus);
+
+/* nexus_trace.c: the last collectives. The calls through the table write it. */
+lf_status lf__nexus_trace_open(lf_nexus *nexus);
+void lf__nexus_trace_close(lf_nexus *nexus);
+void lf__nexus_trace_post(lf_nexus *nexus, const void *data, int64_t count, int32_t dtype, int64_t ticket, lf_status rc);
+void lf__nexus_trace_wait(lf_nexus *nexus, int64_t ticket, lf_status rc);
 
 /* nexus_time.c: how long the step was kept waiting, by the device's clock. On the CPU all of these do nothing. */
 lf_status lf__nexus_spans_open(lf_nexus *nexus);

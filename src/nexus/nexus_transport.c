@@ -40,13 +40,19 @@ lf_status lf__nexus_answer(const lf_nexus *nexus, const char *what, lf_status rc
 lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
 {
     lf_error_clear();
-    return lf__nexus_answer(nexus, "post", nexus->transport.post(nexus->transport.user, data, count, dtype, stream, ticket));
+    lf_status rc =
+        lf__nexus_answer(nexus, "post", nexus->transport.post(nexus->transport.user, data, count, dtype, stream, ticket));
+    lf__nexus_trace_post(nexus, data, count, dtype, *ticket, rc);
+    return rc;
 }
 
 lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream)
 {
     lf_error_clear();
-    return lf__nexus_answer(nexus, "wait", nexus->transport.wait(nexus->transport.user, ticket, stream, nexus->opts.timeout_s));
+    lf_status rc =
+        lf__nexus_answer(nexus, "wait", nexus->transport.wait(nexus->transport.user, ticket, stream, nexus->opts.timeout_s));
+    lf__nexus_trace_wait(nexus, ticket, rc);
+    return rc;
 }
 
 lf_status lf__nexus_call_run(lf_nexus *nexus, int32_t open, const char *label)

@@ -23,33 +23,26 @@ def main(argv=None) -> int:
     except ConfigError as error:
         print(f"loongforge: {error}", file=sys.stderr)
         return 2
-    from .. import Error
-    from .run import RunError, run
+    from .fault import cause_of
+    from .run import run
 
     try:
         return run(config)
-    except (Error, RunError) as error:
-        text = error.args[2] if isinstance(error, Error) else str(error)
-        print(f"loongforge: {text}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"loongforge: {where}{error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "loongforge: stopped; hint: the same command with --resume goes on from the last checkpoint",
-            file=sys.stderr,
-        )
-        return 130
+    except BaseException as error:
+        cause = cause_of(error)
+        if not cause.known:
+            raise
+        print(f"loongforge: {cause.text}", file=sys.stderr)
+        return cause.code
 
 
 if __name__ == "__main__":
     status = main()
-    if status == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Everything is closed and on disk. A gloo thread that drops its last tensor while the interpreter shuts down takes the
-        # process with it ("terminate called without an active exception", torch 2.13), and torchrun then calls the run failed.
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Everything is closed and on disk, or failed before ranks met. A gloo thread that drops its last tensor while the
+        # interpreter shuts down takes the process with it ("terminate called without an active exception", torch 2.13), and
+        # torchrun then calls the run failed.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
     sys.exit(status)

@@ -59,21 +59,27 @@ def step_line(step: int, total: int, row: dict) -> str:
 
 
 class StepLog:
-    """runs/<name>/log.jsonl: one object a step. Resuming drops rows behind the step it goes on from, whole or torn."""
+    """runs/<name>/log.jsonl: one object a step. Resuming drops rows behind the step it goes on from, whole or torn.
 
-    def __init__(self, path: str, resumed_from: int, enabled: bool):
+    unlogged: rows of steps that the checkpoint holds and that were not written yet when it was taken.
+    """
+
+    def __init__(self, path: str, resumed_from: int, unlogged: list, enabled: bool):
         self.file = None
         if not enabled:
             return
-        kept = []
+        kept, last = [], 0
         if resumed_from and os.path.exists(path):
             with open(path) as file:
                 for line in file:
                     try:
-                        if json.loads(line)["step"] <= resumed_from:
+                        step = json.loads(line)["step"]
+                        if step <= resumed_from:
                             kept.append(line)
+                            last = step
                     except (ValueError, KeyError):
                         break  # torn by the kill
+        kept += [json.dumps(row) + "\n" for row in unlogged if row["step"] > last]
         with open(path + ".tmp", "w") as file:
             file.writelines(kept)
         os.replace(path + ".tmp", path)

@@ -7,13 +7,15 @@ import json
 import math
 import os
 import signal
+import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .. import _C, Error
+from .. import _C, Error, peers
 from ..acceleration import accelerate
 from ..loader import DataFusionLoader, LMDataset
 from ..models.gr00t_n16 import Gr00tN16, preset
@@ -24,11 +26,8 @@ from ..streams import device_of, stream_of
 from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
+from .fault import RunError, Watch
 from .step import FIELDS, RESULTS, LateResults, TrainStep
-
-
-class RunError(Exception):
-    """One line: what, which value, what was expected, a hint."""
 
 
 def _number(name: str, default: int) -> int:
@@ -44,43 +43,54 @@ class Ranks:
 
     def __init__(self):
         self.world, self.rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
-        self.owns = False
+        self.owns, self.store, self.peers = False, None, None
         if not 0 <= self.rank < self.world:
             raise RunError(
                 f"RANK is {self.rank} of WORLD_SIZE {self.world}, expected 0 to {self.world - 1}; hint: torchrun sets both"
             )
+
+    def meet(self, timeout_s: float) -> None:
+        """timeout_s: the deadline of what ranks do together from then on."""
         if self.world > 1 and not dist.is_initialized():
             wait_s = _number("LOONGFORGE_RENDEZVOUS_S", 120)
-            try:
-                # Control by gloo; gradients on a GPU by NCCL.
-                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                dist.init_process_group(backend, timeout=timedelta(seconds=wait_s))
-            except Exception as error:
-                cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise RunError(
-                    f"rank {self.rank} of {self.world} did not meet the others within {wait_s} s: {cause}; hint: torchrun"
+            ended = []
+            # A thread, for torch's deadline is of each of the parts, and some last for ever when a rank goes in between.
+            thread = threading.Thread(target=self._meet, args=(timedelta(seconds=wait_s), ended), daemon=True)
+            thread.start()
+            thread.join(wait_s + 1)
+            error = ended[0] if ended else peers.PeerError("torch.distributed still waits for one")
+            if error is not None:
+                kind = peers.PeerError if isinstance(error, RuntimeError) else RunError  # ValueError: the environment
+                raise kind(
+                    f"rank {self.rank} of {self.world} did not meet the others within {wait_s} s: {peers.words(error)}; "
+                    "hint: torchrun"
                 ) from error
             self.owns = True
+        if self.world > 1:
+            self.peers = peers.of()
+            self.peers.timeout_s = timeout_s
 
-    def largest(self, number: int) -> int:
+    def _meet(self, limit: timedelta, ended: list) -> None:
+        try:
+            self.store, _, _ = next(dist.rendezvous("env://", self.rank, self.world, timeout=limit))
+            # Control by gloo; gradients on a GPU by NCCL.
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
+            ended.append(None)
+        except Exception as error:
+            ended.append(error)
+
+    def largest(self, number: int, what: str) -> int:
         """The largest number that a rank has, on every rank."""
-        if self.world == 1:
-            return number
-        numbers = torch.tensor([number])
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        return int(numbers)
+        return number if self.world == 1 else self.peers.largest(number, what)
 
-    def share(self, value):
-        """Rank 0's value on every rank."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
+    def from_first(self, work, what: str):
+        """work() on rank 0, its result on every rank."""
+        return work() if self.world == 1 else self.peers.from_first(work, what)
 
     def close(self) -> None:
         if self.owns:
-            dist.barrier()  # no rank takes its end of a connection away while another still works
+            self.peers.barrier("the end of the run")  # no rank takes its end of a connection away while another still works
             dist.destroy_process_group()
 
 
@@ -95,11 +105,15 @@ def learning_rate(options: dict, step: int) -> float:
 
 
 class Run:
-    def __init__(self, config: dict):
-        self.config, self.o = config, config["train"]
+    def __init__(self, config: dict, watch: Watch):
+        self.config, self.o, self.watch = config, config["train"], watch
         self._name()
-        self.ranks = Ranks()
         self.dir = os.path.join(self.o["runs_dir"], self.o["name"])
+        self.ranks = Ranks()
+        watch.joins(self.ranks, self.dir)
+        watch.enter("meeting")
+        self.ranks.meet(config["nexus"]["timeout_s"])
+        watch.enter("set-up")
         self.stop_signal = 0  # that this rank got
         self.stopped_by = 0  # that a rank got: all ranks agree on it at a step edge
         self._threads()
@@ -181,7 +195,8 @@ class Run:
             map=self.map,
         )
         nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
-        self.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
+        self.map.on_backward_end(lambda: self.watch.enter("reduction"))  # before NexusSync's own
+        self.sync = self.watch.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
         self.model.reduce_stats = self.sync.reduce_stats
         self.step_of = TrainStep(
             self.model,
@@ -192,6 +207,7 @@ class Run:
             bf16=self.bf16,
             capture=o["capture"],
             clock=self.clock,
+            enter=self.watch.enter,
         )
         firsts = [(micro * self.ranks.world + self.ranks.rank) * self.batch for micro in range(o["micro_steps"])]
         self.sample_ids = [torch.arange(first, first + self.batch, device=self.device) for first in firsts]
@@ -199,10 +215,10 @@ class Run:
         self.sculptor = MemSculptor(self.model, sculptor.pop("strategy"), **sculptor)
 
     def _vault(self) -> None:
-        self.step, self.tokens, self.resumed_from = 0, 0, None
+        self.step, self.tokens, self.resumed_from, self.unlogged = 0, 0, None, []
         saved = os.path.join(self.dir, "checkpoints")
         options = dict(self.config["vault"])
-        self.vault = CheckpointVault(
+        self.vault = self.watch.vault = CheckpointVault(
             saved, diff_interval=options.pop("diff_interval"), model=self.model, optimizer=self.optimizer, **options
         )
         self.residuals = os.path.join(self.dir, "residuals")
@@ -218,7 +234,7 @@ class Run:
         state = self.vault.blob("run")
         if state is None:
             raise RunError(f"checkpoint {self.step} in {saved} was not written by `loongforge train`: it has no loader state")
-        self.tokens = state["tokens"]
+        self.tokens, self.unlogged = state["tokens"], state.get("rows", [])
         self.loader.load_state_dict(state["loader"])
         self.sync.seek(self.step)
         self.lost = self.sync.load_residual(self.residuals, self.vault.blob("residual"))
@@ -228,35 +244,44 @@ class Run:
     def train(self) -> dict:
         o, first = self.o, self.ranks.rank == 0
         self.console = Console(first, o["steps"], self.step)
-        self.log = StepLog(os.path.join(self.dir, "log.jsonl"), self.step, first)
+        self.log = StepLog(os.path.join(self.dir, "log.jsonl"), self.step, self.unlogged, first)
         self.late = LateResults(self.device, len(RESULTS))
         self.rows, self.times, self.last_row, self.run_tokens = [], {}, {}, 0
         self._before = {"comm": 0.0, "decode": 0.0, "write": 0.0}
         self._announce()
         self.began = self.step
+        self.watch.begin()
         with _Signals(self):
             while self.step < o["steps"]:
-                if self.step == self.began + 1 and first:
-                    with self.sculptor.trace():
-                        self._one_step()
-                    self.sculptor.write_csv(os.path.join(self.dir, "lifetimes.csv"))
-                    self.console.line(self.sculptor.report())
-                else:
+                with ExitStack() as traced:
+                    if self.step == self.began + 1 and first:
+                        traced.enter_context(self.sculptor.trace())
                     self._one_step()
+                    plan = traced.pop_all()
+                if self.step == self.began + 2:
+                    self.ranks.from_first(lambda plan=plan: self._keep_trace(plan), "rank 0's plan of memory")
                 self._after_step()
-                self.stopped_by = self.ranks.largest(self.stop_signal)
+                self.watch.enter("step edge")
+                self.stopped_by = self.ranks.largest(self.stop_signal, "whether a rank got a signal")
                 if self.stopped_by:
                     break
         self._collect(0)
         self._log_rows(all_of_them=True)
+        self.watch.enter("save")
         if self.step > self.began:
             self._save(force=True)
-        self.vault.wait()
+        self.vault.steps(settled=True)
         self.console.close()
         self.log.close()
         if self.step_of.graph.reason and self.device.type == "cuda":
             self.console.line("note: steps ran eagerly: " + self.step_of.graph.reason)
         return self.last_row
+
+    def _keep_trace(self, traced: ExitStack) -> None:
+        """Planning takes as long as a model has tensors."""
+        traced.close()
+        self.sculptor.write_csv(os.path.join(self.dir, "lifetimes.csv"))
+        self.console.line(self.sculptor.report())
 
     def _announce(self) -> None:
         n = sum(p.numel() for p in self.model.parameters())
@@ -279,7 +304,8 @@ class Run:
         """Queue one optimizer step over all micro steps and ranks. Its results come later."""
         o, clock = self.o, self.clock
         _C.clock_step_begin(clock)
-        step = self.step + 1
+        step = self.watch.step = self.step + 1
+        self.watch.enter("data")
         lr = learning_rate(o, step)
         self.model.train()
         self.model.set_step(self.step)
@@ -290,6 +316,7 @@ class Run:
         self.late.put(row, self._over_ranks(self.step_of(batches, self.sample_ids)))
         self.step = step
         if self.vault.due(step) and step < o["steps"]:
+            self.watch.enter("save")
             self._collect(0)  # a step that went wrong is known before it is saved
             self.sync.check()
             _C.clock_part_begin(clock, "io")
@@ -331,6 +358,7 @@ class Run:
         self._log_rows()
         every = self.o["eval_every"]
         if every and self.step % every == 0 and self.step < self.o["steps"] and self.val_dataset:
+            self.watch.enter("evaluation")
             _C.clock_pause(self.clock)
             self.console.line(f"step {self.step:>6}  held-out loss {self.held_out(blank=False):.4f}")
 
@@ -369,11 +397,10 @@ class Run:
 
     def _save(self, force: bool = False) -> None:
         """At a step edge. A forced save waits for the writer first, and is left out when this step is saved already."""
-        if force:
-            self.vault.wait()
-            if self.step in self.vault.steps():
-                return
-        state = {"run": {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config}}
+        if force and self.step in self.vault.steps(settled=True):
+            return
+        run = {"tokens": self.tokens, "loader": self.loader.state_dict(), "config": self.config, "rows": self.rows}
+        state = {"run": run}
         if self.sync.sparse:  # on the disk before the checkpoint that names it
             state["residual"] = self.sync.save_residual(self.residuals, self.step)
             self.sync.prune_residuals(self.residuals, self.vault.steps())
@@ -401,11 +428,8 @@ class Run:
         if not (self.o["eval"] and self.val_dataset):
             return result
         result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
-        if self.ranks.rank == 0 and self.val_dataset.info["tokenizer"] == "bytes":
-            shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats  # this rank alone
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                words = attribute_accuracy(self.model, self.val_dataset, self.eval_options)
-            self.model.reduce_stats = shared
+        if self.val_dataset.info["tokenizer"] == "bytes":
+            words = self.ranks.from_first(self._attribute_words, "words that need the picture")
             result.update(
                 attribute_accuracy=words["accuracy"],
                 attribute_chance=words["chance"],
@@ -413,6 +437,15 @@ class Run:
                 attribute_by_kind=words["by_kind"],
             )
         return result
+
+    def _attribute_words(self) -> dict:
+        """On rank 0 alone."""
+        shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                return attribute_accuracy(self.model, self.val_dataset, self.eval_options)
+        finally:
+            self.model.reduce_stats = shared
 
     def summary(self, last_row: dict, evaluated: dict) -> dict:
         s = _C.clock_summary(self.clock)
@@ -492,8 +525,19 @@ def result_text(s: dict, where: str) -> str:
 
 
 def run(config: dict) -> int:
-    job = Run(config)
+    """-> exit code. Of several ranks one that fails leaves the process here: see fault.py."""
+    watch = Watch(config)
+    try:
+        return _run(config, watch)
+    except BaseException as error:
+        watch.leave(error)
+        raise
+
+
+def _run(config: dict, watch: Watch) -> int:
+    job = Run(config, watch)
     last_row = job.train()
+    watch.enter("evaluation")
     stopped = job.stopped_by
     evaluated = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None} if stopped else job.evaluate()
     if job.ranks.rank == 0:
@@ -504,6 +548,7 @@ def run(config: dict) -> int:
         os.replace(path + ".tmp", path)
         _link_latest(job)
         print(result_text(s, job.dir), flush=True)
+    watch.enter("ending")
     job.close()
     return 128 + stopped if stopped else 0
 

@@ -16,8 +16,21 @@ RESULTS = ("loss_sum", "n_tokens", "weight", "balance", "grad_norm")
 class TrainStep:
     """Forward and backward of all micro steps, clipping and optimizer; one captured graph where it can be."""
 
-    def __init__(self, model, optimizer, sync, *, micro_steps: int, clip: float, bf16: bool, capture: bool, clock=None):
-        self.model, self.optimizer, self.sync = model, optimizer, sync
+    def __init__(
+        self,
+        model,
+        optimizer,
+        sync,
+        *,
+        micro_steps: int,
+        clip: float,
+        bf16: bool,
+        capture: bool,
+        clock=None,
+        enter=lambda phase: None,
+    ):
+        """enter: told where the host is: forward, backward, optimizer (a replay of a captured step tells nothing)"""
+        self.model, self.optimizer, self.sync, self.enter = model, optimizer, sync, enter
         self.micro_steps, self.bf16 = micro_steps, bf16
         self.device = optimizer.map.torch_device
         self.graph = StepGraph(
@@ -40,14 +53,17 @@ class TrainStep:
                     one = self._one(*batch)
             else:
                 one = self._one(*batch)
+            self.enter("optimizer" if micro + 1 == self.micro_steps else "step")
             total = one if total is None else torch.cat([total[:3] + one[:3], one[3:]])
         if self.micro_steps > 1:  # the parts were weighted by their tokens: together they are the mean over the whole batch
             self.optimizer.grad_scale = total[2].clamp(min=1).reciprocal().float()
         return total
 
     def _one(self, images, tokens, labels, attention_mask, sample_ids) -> torch.Tensor:
+        self.enter("forward")
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             out = self.model(images, tokens, labels, attention_mask, sample_ids=sample_ids)
+        self.enter("backward")
         (out.loss if self.micro_steps == 1 else out.loss * out.n_tokens_global).backward()
         return torch.stack([v.detach().double() for v in (out.loss_sum, out.n_tokens, out.n_tokens_global, out.balance_loss)])
 
