@@ -39,6 +39,7 @@ VARIANTS = {
     "16 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 16},
     "high priority": {"chunk_bytes": 64 * MIB, "priority": -1},
     "not registered": {"chunk_bytes": 64 * MIB, "register_buffers": False},
+    "shares": {"chunk_bytes": 64 * MIB, "shard_optimizer": True},
 }
 
 
@@ -106,6 +107,7 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
         report.add(f"nexus.exposed_pct{label}", round(100 * waited / together, 2), "%")
         report.add(f"nexus.slower_pct{label}", round(100 * (1 - alone / together), 2), "%")
         report.add(f"nexus.scaling_{sync.world}{label}", round(rate), "token/s", f"{sync.world} x alone", round(scaled))
+    sync.gather_state()
     sync.close()
     ours.model.reduce_stats = identity
     return rate

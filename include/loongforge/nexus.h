@@ -77,6 +77,12 @@ typedef struct lf_transport {
     /** (optional) One line for people: which library, what is used of it and what is not. */
     void (*describe)(void *user, char *text, size_t size);
     int32_t mean; /* 1: F32 and BF16 are divided by the world on the way; allowed when the option reduce is mean */
+    /** (optional) As post, but only part `rank` of `world` equal parts of the data is to hold the sum here; what the other parts
+     *  hold then does not matter. Without it, post.  @param count a multiple of world. */
+    lf_status (*scatter)(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+    /** (optional) As post, but nothing is summed: part r of `world` equal parts becomes rank r's, on every rank. Without it, a sum of
+     *  bits.  @param dtype I64; count a multiple of world. */
+    lf_status (*gather)(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
 } lf_transport;
 
 /** For transports written outside the library: keep `text` as the calling thread's error.  @return status, or
@@ -102,6 +108,7 @@ typedef struct lf_nexus_options {
     double grace_s;                  /* NCCL: between a failure and the process's end */
     char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
     char mpi_library[LF_TEXT_MAX];   /* path or name; "": the one that is loaded already, or one of the usual names */
+    int32_t shard_optimizer;         /* each rank gets the sums of its share alone, to update that: lf_nexus_gather */
 } lf_nexus_options;
 
 /** One row of the schedule. */
@@ -115,6 +122,8 @@ typedef struct lf_chunk_info {
     int32_t run;        /* chunks of one run are posted together where the transport can */
     const char *why;    /* that form, in words; owned by the library */
     int64_t sent_bytes; /* that this rank puts into a step's sums for it; a sparse chunk: of its mask and its values, two sums */
+    lf_range share;     /* with shard_optimizer: of this rank alone; otherwise the whole range */
+    lf_range rest;      /* with shard_optimizer: what does not divide by the ranks, which all of them sum and update; else none */
 } lf_chunk_info;
 
 /** Make the schedule and check that all ranks have the same one (one small sum over the transport).
@@ -158,6 +167,17 @@ LF_API lf_status lf_nexus_take(lf_nexus *nexus, lf_stream *stream, int32_t *firs
  *  order of `stream` (NULL: on return).
  *  @return LF_ERR_STATE (no step begun); the first error of any chunk: the step's gradients are then not usable. */
 LF_API lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream);
+/** With shard_optimizer a step leaves, of each chunk, the sums of this rank's share and of the rest; the other shares hold nothing of
+ *  use. Who updates its share then gives it to the other ranks: each share of chunks [first, first + n) in the plane of `role` becomes
+ *  that of its rank, behind what was queued on `stream`. Posted, not waited for. Between lf_nexus_flush and the next lf_nexus_begin,
+ *  the same calls on every rank. Without shard_optimizer, with one rank, and for a role that a class does not have: nothing happens.
+ *  (Sharding the optimizer's work: Rajbhandari et al., "ZeRO", SC 2020; here the state of other shares stays allocated.)
+ *  @return LF_ERR_INVALID (no such chunks or role); LF_ERR_STATE (no transport, a step that was not flushed, or more gathers than the
+ *  schedule has chunks that nobody waited for); the transport's error, which ends the handle. */
+LF_API lf_status lf_nexus_gather(lf_nexus *nexus, int32_t role, int32_t first, int32_t n, lf_stream *stream);
+/** Wait for all gathers, in order of `stream` (NULL: on return). Once all runs are taken.
+ *  @return LF_ERR_STATE (a step is not taken whole); the transport's error, which ends the handle. */
+LF_API lf_status lf_nexus_gathered(lf_nexus *nexus, lf_stream *stream);
 LF_API lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats);
 
 enum {
@@ -172,7 +192,7 @@ typedef struct lf_collective_info {
     int32_t state;
     int32_t dtype;
     int64_t seq;   /* counted from 0 at open; the same collective has the same number on every rank */
-    int32_t chunk; /* of the schedule; -1: a sum beside the steps */
+    int32_t chunk; /* of the schedule; -1: a sum beside the steps, or shares on their way to all ranks */
     int64_t count, bytes;
     double seconds; /* from its post to the end of its wait, or until now */
 } lf_collective_info;

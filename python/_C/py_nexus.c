@@ -9,7 +9,7 @@
 typedef struct box {
     lf_nexus *nexus;
     lf_device *device; /* the map's, borrowed: the handle keeps the map */
-    PyObject *post, *wait, *query;
+    PyObject *post, *wait, *query, *scatter, *gather;
 } box;
 
 /* ---- a Python object as transport ------------------------------------------------------------------------------------ */
@@ -38,17 +38,32 @@ static lf_status take_exception(const char *what)
 
 static unsigned long long native_of(lf_stream *stream) { return (unsigned long long)(uintptr_t)lf_stream_native(stream); }
 
-static lf_status call_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+static lf_status call_start(PyObject *fn, const char *what, void *data, int64_t count, int32_t dtype, lf_stream *stream,
+                            int64_t *ticket)
 {
-    const box *b = user;
     const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *got = PyObject_CallFunction(b->post, "KLiK", (unsigned long long)(uintptr_t)data, (long long)count, (int)dtype,
-                                          native_of(stream));
+    PyObject *got =
+        PyObject_CallFunction(fn, "KLiK", (unsigned long long)(uintptr_t)data, (long long)count, (int)dtype, native_of(stream));
     *ticket = got ? PyLong_AsLongLong(got) : -1;
-    const lf_status rc = PyErr_Occurred() ? take_exception("post") : LF_OK;
+    const lf_status rc = PyErr_Occurred() ? take_exception(what) : LF_OK;
     Py_XDECREF(got);
     PyGILState_Release(gil);
     return rc;
+}
+
+static lf_status call_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return call_start(((const box *)user)->post, "post", data, count, dtype, stream, ticket);
+}
+
+static lf_status call_scatter(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return call_start(((const box *)user)->scatter, "scatter", data, count, dtype, stream, ticket);
+}
+
+static lf_status call_gather(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return call_start(((const box *)user)->gather, "gather", data, count, dtype, stream, ticket);
 }
 
 static lf_status call_wait(void *user, int64_t ticket, lf_stream *stream, double timeout_s)
@@ -83,19 +98,29 @@ static int int_attribute(PyObject *object, const char *name, int32_t *out)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* rank, world, post, wait; query and name may be missing. */
+/* A function that may be missing or None. */
+static int optional_attribute(PyObject *object, const char *name, PyObject **out)
+{
+    *out = PyObject_GetAttrString(object, name);
+    if (*out == Py_None) Py_CLEAR(*out);
+    if (*out || !PyErr_Occurred()) return 0;
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* rank, world, post, wait; query, scatter and gather may be missing. */
 static int adopt_object(box *b, PyObject *object, lf_transport *t)
 {
     *t = (lf_transport){.size = sizeof *t, .name = "python", .user = b, .post = call_post, .wait = call_wait};
     if (int_attribute(object, "rank", &t->rank) < 0 || int_attribute(object, "world", &t->world) < 0) return -1;
     if (!(b->post = PyObject_GetAttrString(object, "post")) || !(b->wait = PyObject_GetAttrString(object, "wait"))) return -1;
-    b->query = PyObject_GetAttrString(object, "query");
-    if (b->query) {
-        t->query = call_query;
-    } else {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
-        PyErr_Clear();
-    }
+    if (optional_attribute(object, "query", &b->query) < 0 || optional_attribute(object, "scatter", &b->scatter) < 0 ||
+        optional_attribute(object, "gather", &b->gather) < 0)
+        return -1;
+    if (b->query) t->query = call_query;
+    if (b->scatter) t->scatter = call_scatter;
+    if (b->gather) t->gather = call_gather;
     return 0;
 }
 
@@ -110,6 +135,8 @@ static void close_box(void *handle)
     Py_XDECREF(b->post);
     Py_XDECREF(b->wait);
     Py_XDECREF(b->query);
+    Py_XDECREF(b->scatter);
+    Py_XDECREF(b->gather);
     PyMem_Free(b);
     PyGILState_Release(gil);
 }
@@ -164,7 +191,8 @@ static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_opt
 }
 
 /* nexus_open(map, transport, dict or None) -> handle. transport: None (the schedule alone), "loopback" (one rank),
- * ("nccl", rank, world, id), or an object: rank, world, post(address, count, dtype, stream) -> ticket, wait(ticket, stream, timeout_s), optional query(ticket) -> bool. */
+ * ("nccl", rank, world, id), or an object: rank, world, post(address, count, dtype, stream) -> ticket, wait(ticket, stream, timeout_s), optional query(ticket) -> bool,
+ * scatter and gather like post. */
 static PyObject *nexus_open(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -265,6 +293,31 @@ static PyObject *nexus_take(PyObject *self, PyObject *const *args, Py_ssize_t na
     if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_take(b->nexus, stream, &first, &n));
     return rc == LF_OK ? Py_BuildValue("(ii)", first, n) : answer(rc);
+}
+
+/* nexus_gather(nexus, role, first, n, stream): shares of those chunks to every rank, posted */
+static PyObject *nexus_gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 5) return PyErr_Format(PyExc_TypeError, "nexus_gather takes 5 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    long number[3] = {0};
+    for (int i = 0; b && i < 3 && !PyErr_Occurred(); i++) {
+        number[i] = PyLong_AsLong(args[i + 1]);
+        if (number[i] < INT32_MIN || number[i] > INT32_MAX) number[i] = -1;
+    }
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || PyErr_Occurred() || take_stream(b, args[4], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_gather(b->nexus, (int32_t)number[0], (int32_t)number[1], (int32_t)number[2], stream));
+    return answer(rc);
+}
+
+/* nexus_gathered(nexus, stream) */
+static PyObject *nexus_gathered(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return call_on_stream("nexus_gathered", args, nargs, lf_nexus_gathered);
 }
 
 /* nexus_reduce(nexus, address, count, dtype, stream): a sum beside the steps */
@@ -395,11 +448,14 @@ static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
     for (int32_t i = 0; list && i < lf_nexus_n_chunks(b->nexus); i++) {
         lf_chunk_info c = {.size = sizeof c};
         const lf_status rc = lf_nexus_get_chunk(b->nexus, i, &c);
-        PyObject *row = rc < 0 ? lfpy_raise(rc)
-                               : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i,s:s,s:L}", "group", (int)c.group, "dtype",
-                                               (int)c.dtype, "klass", (int)c.range.klass, "offset", (long long)c.range.offset,
-                                               "count", (long long)c.range.count, "bytes", (long long)c.bytes, "form", c.form,
-                                               "run", (int)c.run, "why", c.why, "sent_bytes", (long long)c.sent_bytes);
+        PyObject *row =
+            rc < 0 ? lfpy_raise(rc)
+                   : Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:L,s:s,s:i,s:s,s:L,s:(iLL),s:(iLL)}", "group", (int)c.group, "dtype",
+                                   (int)c.dtype, "klass", (int)c.range.klass, "offset", (long long)c.range.offset, "count",
+                                   (long long)c.range.count, "bytes", (long long)c.bytes, "form", c.form, "run", (int)c.run,
+                                   "why", c.why, "sent_bytes", (long long)c.sent_bytes, "share", (int)c.share.klass,
+                                   (long long)c.share.offset, (long long)c.share.count, "rest", (int)c.rest.klass,
+                                   (long long)c.rest.offset, (long long)c.rest.count);
         if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
         Py_XDECREF(row);
     }
@@ -489,6 +545,8 @@ PyMethodDef lfpy_nexus_methods[] = {
     FAST(nexus_finish, "Post what is left and wait: (nexus, stream)."),
     FAST(nexus_flush, "Post what is left: (nexus, stream)."),
     FAST(nexus_take, "Wait for the next run: (nexus, stream) -> (first chunk, number of chunks) or None."),
+    FAST(nexus_gather, "Shares of chunks to every rank: (nexus, role, first, n, stream)."),
+    FAST(nexus_gathered, "Wait for all gathers: (nexus, stream)."),
     FAST(nexus_reduce, "Sum f64 or i64 over ranks, between steps: (nexus, address, count, dtype, stream)."),
     FAST(nexus_replayed, "A captured step was launched: (nexus, stream)."),
     {"nexus_check", nexus_check, METH_O, "Raises what ended the handle, also what nobody has asked for yet."},

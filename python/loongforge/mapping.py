@@ -110,6 +110,7 @@ class ParameterMap:
         self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
         self.sync = None  # the NexusSync that reduces these gradients over several ranks
+        self.stale = False  # masters and moments are whole only in this rank's shares (`shard_optimizer`)
         self.adopted = None  # adopt.Adopted: the stock optimizer behind it, if accelerate took one over
         self.woven = None  # blocks.Report: mixtures of experts that accelerate took, and those that it left
         self.handle, self.blocks = self._build()
@@ -261,6 +262,13 @@ class ParameterMap:
         """Gradients that NexusSync has left on their way (`overlap_update`) are reduced, and `.grad` is theirs again."""
         if self.sync is not None:
             self.sync.land()
+
+    def require_whole(self, what: str) -> None:
+        if self.stale:
+            raise RuntimeError(
+                f"{what} needs masters and moments, and those of other ranks' shares are behind (shard_optimizer); hint: "
+                "sync.gather_state() on every rank first"
+            )
 
     def _before_write(self) -> None:
         if self.sync is not None and self.sync.on_the_way:
@@ -478,6 +486,8 @@ class ParameterMap:
         if module is not self.model:
             return
         self.take_edits()
+        if any(b.master is not None for b in self.blocks):
+            self.require_whole("state_dict")
         for b in self.blocks:
             for name in b.names:
                 if b.master is not None and self._state_dtype.get(name) == b.master.dtype and prefix + name in state:
@@ -505,6 +515,7 @@ class ParameterMap:
 
     def release(self) -> None:
         """Give every parameter memory of its own again, in its original dtype, and take the hooks off."""
+        self.require_whole("giving the model its own memory")
         self.land()
         self.take_edits()
         with torch.no_grad():

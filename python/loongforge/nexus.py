@@ -15,9 +15,12 @@ from torch import nn
 
 from . import _C, nccl, peers, residual
 from .copies import StaysBehind
-from .mapping import GRAD, ParameterMap, current, map_of, refuse_wrapper
+from .mapping import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, WEIGHT, ParameterMap, current, map_of, refuse_wrapper
 from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
 
+# Newer names first; builds of torch without distributed have none of these.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 GRADIENTS = (torch.float32, torch.bfloat16)
 
 _ONE_PASS = "`with sync.no_sync():` around all backward passes but the last, and no reentrant checkpointing"
@@ -48,25 +51,45 @@ class TorchTransport:
     goes on. So what is no gradient is summed in a copy, and what failed is kept for good.
     """
 
-    def __init__(self, device, memory, group=None):
+    def __init__(self, device, memory, group=None, on_cpu: bool = True):
         """memory: the map's handle, in which gradients lie"""
         self.device, self.memory, self.peers = device, memory, peers.of(group)
         self.rank, self.world = self.peers.rank, self.peers.world
         self._work: dict = {}
         self._next = 0
+        backend = dist.get_backend(group)
+        if backend != "nccl":  # gloo and MPI sum whole chunks; gloo gathers on the CPU alone
+            self.scatter = None
+        if backend != "nccl" and not (backend == "gloo" and on_cpu):
+            self.gather = None
 
-    def post(self, address: int, count: int, dtype: int, stream: int) -> int:
-        target = borrow(self.device, address, (count,), TORCH_DTYPES[dtype])
+    def _start(self, begin, target: torch.Tensor, stream: int, in_place: bool) -> int:
+        """begin(tensor): starts a collective that writes into it"""
         self._next += 1
         try:
             with _on(stream, target):
-                tensor = target if target.dtype in GRADIENTS else target.clone()
-                work = dist.all_reduce(tensor, group=self.peers.group, async_op=True)
+                tensor = target if in_place else target.clone()
+                work = begin(tensor)
         except RuntimeError as error:
             self._abandon()
             raise peers.PeerError(peers.words(error)) from error
         self._work[self._next] = (work, tensor, target)
         return self._next
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(self.world, -1)[self.rank]
+
+    def post(self, address: int, count: int, dtype: int, stream: int) -> int:
+        target, group = borrow(self.device, address, (count,), TORCH_DTYPES[dtype]), self.peers.group
+        return self._start(lambda to: dist.all_reduce(to, group=group, async_op=True), target, stream, target.dtype in GRADIENTS)
+
+    def scatter(self, address: int, count: int, dtype: int, stream: int) -> int:
+        target, group = borrow(self.device, address, (count,), TORCH_DTYPES[dtype]), self.peers.group
+        return self._start(lambda to: _reduce_scatter(self._own(to), to, group=group, async_op=True), target, stream, True)
+
+    def gather(self, address: int, count: int, dtype: int, stream: int) -> int:
+        target, group = borrow(self.device, address, (count,), TORCH_DTYPES[dtype]), self.peers.group
+        return self._start(lambda to: _all_gather(to, self._own(target), group=group, async_op=True), target, stream, False)
 
     def wait(self, ticket: int, stream: int, timeout_s: float) -> None:
         work, tensor, target = self._work[ticket]
@@ -108,6 +131,9 @@ class NexusSync:
     Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.
     transport: "nccl" sums by NCCL on a communicator of its own, "torch" through the process group; default: nccl where every rank
     has a GPU of its own, else torch, and `note` says why. The group only helps ranks meet then, so gloo will do.
+    shard_optimizer=True: each rank gets the sums of its share, `loongforge.AdamW` updates that, and the weights go to all ranks
+    within `step()`. Gradients stay with the optimizer as in `overlap_update`; before masters or moments are read all ranks call
+    `gather_state()`.
     """
 
     def __init__(
@@ -131,6 +157,7 @@ class NexusSync:
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         if self.world > 1:
             peers.of(group).timeout_s = _C.options_check("nexus", self.options)["timeout_s"]
+        self.map.require_whole("a new NexusSync")
         self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
         self._open()
@@ -140,7 +167,7 @@ class NexusSync:
             self.map.on_backward_end(self._finish)
             self.map.on_abort(self._abort)
             self.map.sync = self
-        self.map.on_replan(self._reopen, guard=self._refuse_replan)
+        self.map.on_replan(self._reopen, guard=self._before_replan)
         _syncs.add(self)
 
     def _choose(self, wanted: str | None) -> tuple:
@@ -161,17 +188,11 @@ class NexusSync:
     def _open(self) -> None:
         how = self.transport
         if how == "torch":
-            how = TorchTransport(self.map.device, self.map.handle, self.group)
+            how = TorchTransport(self.map.device, self.map.handle, self.group, self.map.torch_device.type == "cpu")
         elif how == "nccl":
             how = nccl.meet(self.group, self.options)
         self.handle = _C.nexus_open(self.map.handle, how, self.options)
-        chunks = _C.nexus_chunks(self.handle)
-        self.sparse = self.world > 1 and any(c["form"] == "sparse" for c in chunks)
-        self.runs: list = []  # of each run of the schedule the ranges of its chunks
-        for c in chunks:
-            if c["run"] == len(self.runs):
-                self.runs.append([])
-            self.runs[-1].append((c["klass"], c["offset"], c["count"]))
+        self._read_schedule()
         self.on_the_way = False  # a backward pass has ended, its reductions have not: gradients are nobody's
         self._claimed = False  # they are the optimizer's, which takes them run by run
         self._overlap = False
@@ -179,13 +200,34 @@ class NexusSync:
         self._marked: set = set()
         self._reduced: dict = {}  # block index -> (starts, version) of its gradient when it was reduced
 
-    def _refuse_replan(self) -> None:
-        """What is kept back belongs to places of the map."""
+    def _read_schedule(self) -> None:
+        """Of each run: how many chunks; the ranges that this rank updates; of those, what it counts towards a norm."""
+        chunks = _C.nexus_chunks(self.handle)
+        self.sparse = self.world > 1 and any(c["form"] == "sparse" for c in chunks)
+        self.sharded = self.world > 1 and bool(_C.options_check("nexus", self.options)["shard_optimizer"])
+        first = self.world == 1 or dist.get_rank(self.group) == 0
+        self.run_chunks: list = []
+        self.runs: list = []
+        self.counted: list = []
+        for c in chunks:
+            if c["run"] == len(self.runs):
+                self.run_chunks.append(0)
+                self.runs.append([])
+                self.counted.append([])
+            self.run_chunks[-1] += 1
+            self.runs[-1] += [part for part in (c["share"], c["rest"]) if part[2]]
+            self.counted[-1] += [part for part in (c["share"], c["rest"])[: 1 + first] if part[2]]
+        if not self.sharded:
+            self.counted = self.runs
+
+    def _before_replan(self) -> None:
+        """What is kept back belongs to places of the map; masters and moments of shares move as a whole."""
         if _C.nexus_residual_bytes(self.handle):
             raise RuntimeError(
                 "part of the gradients is kept back for later steps, so the map cannot be planned anew; hint: "
                 "sync.flush_residual() and one step first"
             )
+        self.gather_state()
 
     def _reopen(self) -> None:
         self.handle.close()
@@ -230,7 +272,8 @@ class NexusSync:
                 )
             _C.nexus_mark(self.handle, b.index, stream_of(self.map.torch_device))
         self._marked.clear()
-        if self._overlap:
+        leave = self._overlap or self.sharded
+        if leave:
             _C.nexus_flush(self.handle, stream_of(self.map.torch_device))
         else:
             _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
@@ -239,7 +282,7 @@ class NexusSync:
                 b.has_grad = True
                 if b.grad.dtype == b.param.dtype:
                     b.param.grad = b.grad
-        if self._overlap:
+        if leave:
             self._show(False)
         self._reduced = {b.index: (b.starts, b.grad._version) for b in self.map.blocks if b.grad is not None}
 
@@ -288,12 +331,39 @@ class NexusSync:
             return
         self._claimed = False
         _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
+        self._gather(GRAD)
+
+    # ---- the sharded optimizer ----------------------------------------------------------------------------------------------
+
+    def _gather(self, role: int) -> None:
+        """Every rank's shares of a plane to all."""
+        if self.sharded:
+            _C.nexus_gather(self.handle, role, 0, sum(self.run_chunks), stream_of(self.map.torch_device))
+            self.gathered()
+
+    def share_weights(self, run: int | None = None) -> None:
+        """This rank's new weights of a run, or all, to the others: posted; `gathered` waits."""
+        first, n = (0, sum(self.run_chunks)) if run is None else (sum(self.run_chunks[:run]), self.run_chunks[run])
+        _C.nexus_gather(self.handle, WEIGHT, first, n, stream_of(self.map.torch_device))
+
+    def gathered(self) -> None:
+        _C.nexus_gathered(self.handle, stream_of(self.map.torch_device))
+
+    def gather_state(self) -> None:
+        """Masters and moments of every rank's shares to all, before they are read. Collective; a vault's `save` does it."""
+        if not self.map.stale:
+            return
+        self.land()
+        for role in (MASTER, EXP_AVG, EXP_AVG_SQ):
+            self._gather(role)
+        self.map.stale = False
 
     def no_sync(self):
         return self.map.no_sync()
 
     def broadcast_state(self) -> None:
         """Rank 0's weights, masters and moments to all ranks: done once when NexusSync is made, as DDP does."""
+        self.gather_state()
         self.land()
         if self.transport != "nccl":
             if self.world > 1:
@@ -407,7 +477,10 @@ class NexusSync:
 
     def describe(self) -> str:
         """One line: which library moves gradients, and what of it is used."""
-        return _C.nexus_describe(self.handle)
+        shares = f"; the optimizer in shares of {self.world} ranks" if self.sharded else ""
+        if shares and self.transport == "torch" and dist.get_backend(self.group) != "nccl":
+            shares += f" ({dist.get_backend(self.group)} has no reduce-scatter: whole chunks are summed)"
+        return _C.nexus_describe(self.handle) + shares
 
     @staticmethod
     def backward_hook(module, grad_input, grad_output) -> None:
@@ -443,7 +516,7 @@ class NexusSync:
             (self.map._edges, self._finish),
             (self.map._replanned, self._reopen),
             (self.map._aborted, self._abort),
-            (self.map._guards, self._refuse_replan),
+            (self.map._guards, self._before_replan),
         ):
             if fn in hooks:
                 hooks.remove(fn)

@@ -100,6 +100,7 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """torch.optim.AdamW's; step counts are copies, since torch's own `step()` would raise a shared one once a parameter."""
+        self.map.require_whole("state_dict")
         found = super().state_dict()
         found["state"] = {key: dict(state, step=state["step"].clone()) for key, state in found["state"].items()}
         return found
@@ -145,10 +146,12 @@ class AdamW(torch.optim.Optimizer):
     def _stream(self) -> int:
         return stream_of(self.map.torch_device)
 
-    def _cut(self, blocks) -> list:
-        """The blocks' ranges in each run of the reduction, as they land; without one they are a single run."""
-        runs = self.map.sync.runs if self.map.sync is not None else None
-        key = tuple(b.index for b in blocks)
+    def _cut(self, blocks, counted: bool = False) -> list:
+        """The blocks' ranges in each run of the reduction, as they land; without one they are a single run. Of an optimizer in
+        shares only this rank's; counted: each element on one rank alone."""
+        sync = self.map.sync
+        runs = None if sync is None else sync.counted if counted else sync.runs
+        key = (counted, *(b.index for b in blocks))
         before, cut = self._cuts.get(key, (None, None))
         if cut is None or before is not runs:
             if len(self._cuts) > 64:
@@ -157,6 +160,11 @@ class AdamW(torch.optim.Optimizer):
             cut = [whole] if runs is None else [_C.ranges_common(run, whole) for run in runs]
             self._cuts[key] = runs, cut
         return cut
+
+    @property
+    def _sharing(self):
+        """The NexusSync whose shares this rank updates; None: it updates everything."""
+        return self.map.sync if self.map.sync is not None and self.map.sync.sharded else None
 
     def _parts(self, n: int) -> torch.Tensor:
         """(n) f64: a sum of squares of each run. It stays: a captured step adds them up there."""
@@ -171,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _norm_of(self, blocks, arriving=None) -> torch.Tensor:
         """Run by run, whether they are there already or arriving: the same bits either way."""
-        cut = self._cut(blocks)
+        cut = self._cut(blocks, counted=True)
         parts = self._parts(len(cut))
         for run in range(len(cut)) if arriving is None else arriving.arrivals():
             self._sum_squares(cut[run], parts[run])
@@ -180,6 +188,8 @@ class AdamW(torch.optim.Optimizer):
     def _add_up(self, parts: torch.Tensor) -> torch.Tensor:
         if parts is not self._sumsq:
             torch.sum(parts, 0, keepdim=True, out=self._sumsq)
+        if self._sharing is not None:
+            self._sumsq.copy_(self._sharing.sum(self._sumsq))
         self.norm = self._sumsq[0].sqrt() * self.grad_scale
         return self.norm
 
@@ -223,6 +233,8 @@ class AdamW(torch.optim.Optimizer):
 
     def plan(self) -> list[Sweep]:
         """What the gradients that are present, or on their way, ask for."""
+        if self._sharing is None:
+            self.map.require_whole("a step of the whole optimizer")
         self._arriving = self.map.sync and self.map.sync.claim()
         ready = {id(b.param): b for b in self.map.gradients_present(land=False)}
         if any(p not in self.state and id(p) in ready for group in self.param_groups for p in group["params"]):
@@ -298,12 +310,18 @@ class AdamW(torch.optim.Optimizer):
             self._norm_of(blocks, arriving)
         if self._max_norm is not None and sweeps:
             self._clip(self._sumsq, self._max_norm, len(sweeps))
+        sharing = self._sharing
         for row, sweep in zip(hyper, sweeps):
-            _C.loom_adamw(self.map.handle, self._stream, sweep.ranges, row.data_ptr())
+            ranges = sweep.ranges if sharing is None else [r for run in self._cut(sweep.blocks) for r in run]
+            _C.loom_adamw(self.map.handle, self._stream, ranges, row.data_ptr())
+        if sharing is not None:
+            sharing.share_weights()
+            sharing.gathered()
 
     def _update_as_it_lands(self, arriving, sweeps, blocks) -> None:
         """Nothing limits the norm, so each range is updated once it is there, beside the communication of those behind it."""
-        cut, swept = self._cut(blocks), [(row, self._cut(sweep.blocks)) for row, sweep in zip(self._rows(len(sweeps))[1], sweeps)]
+        cut, sharing = self._cut(blocks, counted=True), self._sharing
+        swept = [(row, self._cut(sweep.blocks)) for row, sweep in zip(self._rows(len(sweeps))[1], sweeps)]
         parts = self._parts(len(cut))
         for run in arriving.arrivals():
             if self._norm_due:
@@ -313,6 +331,10 @@ class AdamW(torch.optim.Optimizer):
             for row, ranges in swept:
                 if ranges[run]:
                     _C.loom_adamw(self.map.handle, self._stream, ranges[run], row.data_ptr())
+            if sharing is not None:
+                sharing.share_weights(run)
+        if sharing is not None:
+            sharing.gathered()
         if self._norm_due:
             self._add_up(parts)
 
@@ -335,6 +357,9 @@ class AdamW(torch.optim.Optimizer):
         if written:
             self.map.weights_written(written)
         self.map.consume_gradients(self._blocks())
+        if self._sharing is not None:  # gradients of other shares were never whole
+            self.map.stale = True
+            self.map.zero_grad(True, self._blocks())
 
     def forget_options(self) -> None:
         """What was asked of the coming step alone."""

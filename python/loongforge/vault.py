@@ -106,8 +106,11 @@ class CheckpointVault:
         """Snapshot now, write in the background. state: JSON-able values by name that travel along (loader, scheduler, counters).
 
         -> False when the disk does not keep up: nothing was taken, the next due step tries again. An error of an earlier save is
-        raised here. Ranks other than 0 do nothing.
+        raised here. Ranks other than 0 do nothing, but give their shares of a sharded optimizer (`shard_optimizer`).
         """
+        if self.map.sync is not None:
+            self.map.sync.gather_state()
+        self.map.require_whole("a checkpoint")
         if not self.writes:
             return True
         self.map.take_edits()
@@ -144,6 +147,7 @@ class CheckpointVault:
         info = self._from_writer(lambda: _C.vault_restore(self.handle, step), "restoring a checkpoint")
         if self.world > 1:
             self.map.broadcast(self.group)
+        self.map.stale = False
         self.map.weights_written(self.map.blocks)
         steps = self.blob(_STEPS) or {}
         if self.optimizer is not None:

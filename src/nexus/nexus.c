@@ -44,6 +44,7 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc == LF_OK) rc = resolve_chunks(nexus);
     if (rc == LF_OK) rc = lf__sparse_open(nexus);
     if (rc == LF_OK) rc = lf__chain_open(nexus);
+    if (rc == LF_OK) rc = lf__shard_open(nexus);
     if (rc == LF_OK) rc = lf__nexus_agree(nexus);
     return rc == LF_OK ? lf__nexus_announce_memory(nexus) : rc;
 }
@@ -59,6 +60,7 @@ static void free_nexus(lf_nexus *nexus)
     lf__nexus_schedule_free(&nexus->plan);
     lf__mutex_close(nexus->mutex);
     lf__free(nexus->marked);
+    lf__free(nexus->gather_ticket);
     lf_map_unref(nexus->map);
     lf__free(nexus);
 }
@@ -111,7 +113,9 @@ lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info
                             .form = lf__nexus_form_name(c->form),
                             .run = c->run,
                             .why = c->why,
-                            .sent_bytes = lf__nexus_sent_bytes(c)};
+                            .sent_bytes = lf__nexus_sent_bytes(c),
+                            .share = nexus->sharded ? c->share : c->range,
+                            .rest = c->rest};
     return LF_OK;
 }
 
@@ -146,6 +150,9 @@ static lf_status check_health(lf_nexus *nexus)
     if (rc == LF_OK && !lf__chain_has_transport(nexus)) rc = lf__nexus_call_check(nexus);
     return rc < 0 ? fail_step(nexus, rc) : rc;
 }
+
+lf_status lf__nexus_fail_step(lf_nexus *nexus, lf_status rc) { return fail_step(nexus, rc); }
+lf_status lf__nexus_check_health(lf_nexus *nexus) { return check_health(nexus); }
 
 /* ---- order between streams ------------------------------------------------------------------------------------------- */
 
@@ -184,6 +191,7 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     LF_TRY(check_health(nexus));
     if (!nexus->transport.post) LF_THROW(LF_ERR_STATE, "nexus was opened without a transport and only shows the schedule");
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
+    LF_TRY(lf__shard_check(nexus));
     memset(nexus->marked, 0, (size_t)nexus->plan.n_blocks);
     for (int32_t i = 0; i < nexus->plan.n_chunks; i++) nexus->plan.chunks[i].n_left = nexus->plan.chunks[i].n_blocks;
     LF_TRY(lf__chain_begin(nexus));
@@ -241,7 +249,7 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     for (int32_t i = first; i < end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
         c->posted_ns = lf__now_ns();
-        rc = lf__nexus_post(nexus, c->data, c->range.count, c->dtype, stream, &c->ticket);
+        rc = lf__shard_post(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
     }
     rc = lf__nexus_call_run(nexus, 0, run->label);
@@ -323,19 +331,30 @@ static lf_status clear_late_blocks(lf_nexus *nexus, lf_stream *stream)
     return LF_OK;
 }
 
+/* What this rank has the sum of: its share and the rest, or all of it. */
+static lf_status scale_part(lf_nexus *nexus, const nexus_chunk *c, const lf_range *part, lf_stream *stream)
+{
+    if (part->count == 0) return LF_OK;
+    return nexus->kernels->scale(nexus->device->context, lf_stream_native(stream), stream == NULL, lf__nexus_data(c, part),
+                                 part->count, c->dtype, c->factor);
+}
+
 /* A stream's worker runs this; the chunk holds what it needs, so nothing is allocated. */
 static lf_status run_scale(void *user)
 {
     const nexus_chunk *c = user;
-    return lf__nexus_cpu.scale(NULL, NULL, 1, c->data, c->range.count, c->dtype, c->factor);
+    lf_status rc = lf__nexus_cpu.scale(NULL, NULL, 1, lf__nexus_data(c, &c->share), c->share.count, c->dtype, c->factor);
+    if (rc == LF_OK && c->rest.count)
+        rc = lf__nexus_cpu.scale(NULL, NULL, 1, lf__nexus_data(c, &c->rest), c->rest.count, c->dtype, c->factor);
+    return rc;
 }
 
 lf_status lf__nexus_divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
 {
     if (c->factor == 1) return LF_OK;
     if (lf__device_is_cpu(nexus->device)) return lf_stream_run(stream, run_scale, c);
-    return nexus->kernels->scale(nexus->device->context, lf_stream_native(stream), stream == NULL, c->data, c->range.count,
-                                 c->dtype, c->factor);
+    lf_status rc = scale_part(nexus, c, &c->share, stream);
+    return rc == LF_OK ? scale_part(nexus, c, &c->rest, stream) : rc;
 }
 
 /* Wait for a run's chunks, in order. */
@@ -344,7 +363,7 @@ static lf_status wait_for_run(lf_nexus *nexus, const nexus_run *run, lf_stream *
     if (nexus->chain) return lf__chain_take(nexus, (int32_t)(run - nexus->plan.runs), stream);
     for (int32_t i = run->first; i < run->end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
-        lf_status rc = lf__nexus_wait(nexus, c->ticket, stream);
+        lf_status rc = lf__shard_wait(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
         if (i >= nexus->timed && !nexus->capture) {
             add_time(nexus, c);
@@ -493,6 +512,7 @@ lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dt
         LF_THROW(LF_ERR_STATE,
                  "a sum beside the gradients while a step is running: ranks could not agree which comes first; hint: "
                  "before the backward pass, or after it");
+    LF_TRY(lf__shard_check(nexus));
     rc = lf__chain_rest(nexus);
     if (rc == LF_OK) rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
     if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, stream);
@@ -515,6 +535,7 @@ lf_status lf_nexus_cancel(lf_nexus *nexus)
     LF_TRY(lf__nexus_call_check(nexus));
     if (nexus->running || nexus->fault.status < 0) nexus->fault = (lf__fault){0};
     nexus->running = nexus->flushed = false;
+    nexus->n_gathers = 0;
 out:
     lf__unlock(nexus->mutex);
     return rc;

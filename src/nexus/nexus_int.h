@@ -38,10 +38,12 @@ typedef struct nexus_chunk {
     int64_t bytes;
     int32_t run;
     int32_t n_blocks, n_left; /* blocks that lie in it; those not yet marked in this step */
+    lf_range share, rest;     /* as in lf_chunk_info */
     void *data;               /* NULL without a transport */
     int64_t ticket, posted_ns;
-    float factor; /* that finish multiplies the sums by */
-    int32_t form; /* NEXUS_* */
+    int64_t rest_ticket; /* where a chunk has both a share and a rest */
+    float factor;        /* that finish multiplies the sums by */
+    int32_t form;        /* NEXUS_* */
     const char *why;
     lf_topk topk; /* count and k when the form is sparse; a residual also when an older form left one behind */
     bool own_residual;
@@ -120,6 +122,9 @@ struct lf_nexus {
     int64_t steps, collectives, bytes, late_blocks;
     double exposed_s;
     lf__hist hist;
+    bool sharded;           /* shard_optimizer, and several ranks */
+    int64_t *gather_ticket; /* (n_chunks), the first n_gathers are to be waited for */
+    int32_t n_gathers;
     nexus_sparse sparse;
     struct nexus_chain *chain; /* NULL: no chunk is sparse */
     int64_t steps_before;      /* lf_nexus_seek */
@@ -143,6 +148,9 @@ lf_status lf__nexus_take_transport(lf_nexus *nexus, const lf_transport *transpor
 /** A transport answers LF_OK or an error with words; anything else is put into that form. */
 lf_status lf__nexus_answer(const lf_nexus *nexus, const char *what, lf_status rc);
 lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+/** Of (world, count / world) only this rank's part, summed; every rank's part, as it is. */
+lf_status lf__nexus_scatter(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+lf_status lf__nexus_gather(lf_nexus *nexus, void *data, int64_t bytes, lf_stream *stream, int64_t *ticket);
 lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream);
 lf_status lf__nexus_call_run(lf_nexus *nexus, int32_t open, const char *label);
 lf_status lf__nexus_call_check(lf_nexus *nexus);
@@ -168,6 +176,16 @@ void lf__nexus_spans_read(lf_nexus *nexus);
 void lf__nexus_span_of_replay(lf_nexus *nexus);
 /** A new capture begins to record its waits. */
 void lf__nexus_spans_recapture(lf_nexus *nexus);
+
+/* nexus_shard.c */
+/** Who updates what: all of it, or this rank's share. */
+lf_status lf__shard_open(lf_nexus *nexus);
+lf_status lf__shard_post(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+lf_status lf__shard_wait(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+/** LF_ERR_STATE when gathers were not waited for. */
+lf_status lf__shard_check(const lf_nexus *nexus);
+/** Address of part of a chunk's gradient. */
+void *lf__nexus_data(const nexus_chunk *c, const lf_range *part);
 
 /* nexus_form.c */
 /** The form of each group's chunks, and why: from the map and the options alone, so that all ranks choose alike. */
@@ -222,5 +240,9 @@ void lf__chain_unlock(lf_nexus *nexus);
 lf_status lf__nexus_fail_prefix(const lf_nexus *nexus, int32_t chunk, lf_status rc);
 void lf__nexus_add_time(lf_nexus *nexus, int64_t bytes, int64_t ns);
 lf_status lf__nexus_divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+/** The step and the handle are over. */
+lf_status lf__nexus_fail_step(lf_nexus *nexus, lf_status rc);
+/** The handle's error, or one that the transport has found meanwhile. */
+lf_status lf__nexus_check_health(lf_nexus *nexus);
 
 #endif

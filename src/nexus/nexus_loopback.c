@@ -11,12 +11,13 @@
 
 enum { MAX_WORLD = 64, TILE = 1024 };
 enum { POSTED, ARRIVED, DONE, WITHDRAWN };
+enum { SUM_ALL, SUM_OWN, COPY_OWN }; /* every end gets every sum; its part of the sums; every end's part */
 
 typedef struct loop_op {
     struct loop_end *end;
     void *data;
     int64_t count;
-    int32_t dtype, state;
+    int32_t dtype, state, kind;
 } loop_op;
 
 typedef struct loop_end {
@@ -41,19 +42,19 @@ static loop_op *op_at(const loop_end *end, int64_t ticket) { return end->ring[ti
 
 /* ---- summing --------------------------------------------------------------------------------------------------------- */
 
-/* x: (n) of the ends' data from element `at`, summed in rank order into every end. */
+/* (n) of the ends' data from element `at`, summed in rank order into ends [first, last). */
 #define SUM(TYPE, ACC, LOAD, STORE)                                                               \
     do {                                                                                          \
         ACC sum[TILE];                                                                            \
         for (int64_t i = 0; i < n; i++) sum[i] = LOAD(((const TYPE *)ops[0]->data)[at + i]);      \
         for (int32_t r = 1; r < world; r++)                                                       \
             for (int64_t i = 0; i < n; i++) sum[i] += LOAD(((const TYPE *)ops[r]->data)[at + i]); \
-        for (int32_t r = 0; r < world; r++)                                                       \
+        for (int32_t r = first; r < last; r++)                                                    \
             for (int64_t i = 0; i < n; i++) ((TYPE *)ops[r]->data)[at + i] = STORE(sum[i]);       \
     } while (0)
 #define AS_IS(x) (x)
 
-static void sum_tile(loop_op *const *ops, int32_t world, int64_t at, int64_t n)
+static void sum_tile(loop_op *const *ops, int32_t world, int32_t first, int32_t last, int64_t at, int64_t n)
 {
     switch (ops[0]->dtype) {
     case LF_DTYPE_F32: SUM(float, float, AS_IS, AS_IS); break;
@@ -63,10 +64,20 @@ static void sum_tile(loop_op *const *ops, int32_t world, int64_t at, int64_t n)
     }
 }
 
-static void sum_operation(loop_op *const *ops, int32_t world)
+static void sum_range(loop_op *const *ops, int32_t world, int32_t first, int32_t last, int64_t from, int64_t to)
 {
-    for (int64_t at = 0; at < ops[0]->count; at += TILE)
-        sum_tile(ops, world, at, ops[0]->count - at < TILE ? ops[0]->count - at : TILE);
+    for (int64_t at = from; at < to; at += TILE) sum_tile(ops, world, first, last, at, to - at < TILE ? to - at : TILE);
+}
+
+static void run_operation(loop_op *const *ops, int32_t world)
+{
+    const int64_t part = ops[0]->count / world;
+    const size_t bytes = (size_t)part * lf_dtype_bytes(ops[0]->dtype);
+    if (ops[0]->kind == SUM_ALL) sum_range(ops, world, 0, world, 0, ops[0]->count);
+    for (int32_t r = 0; r < world && ops[0]->kind == SUM_OWN; r++) sum_range(ops, world, r, r + 1, r * part, (r + 1) * part);
+    for (int32_t r = 0; r < world && ops[0]->kind == COPY_OWN; r++)
+        for (int32_t to = 0; to < world; to++)
+            if (to != r) memcpy((char *)ops[to]->data + (size_t)r * bytes, (char *)ops[r]->data + (size_t)r * bytes, bytes);
 }
 
 /* The next operation's part at every end; false when one has not arrived. */
@@ -80,13 +91,16 @@ static bool gather(loopback *loop, loop_op **ops)
     return true;
 }
 
+static const char *kind_name(int32_t kind) { return kind == SUM_ALL ? "a sum" : kind == SUM_OWN ? "a scatter" : "a gather"; }
+
 static lf_status check_alike(const loopback *loop, loop_op *const *ops)
 {
     for (int32_t r = 1; r < loop->world; r++)
-        if (ops[r]->count != ops[0]->count || ops[r]->dtype != ops[0]->dtype)
-            return LF_FAIL(LF_ERR_PEER, "operation %lld is %lld %s on rank %d and %lld %s on rank 0, expected the same",
-                           (long long)loop->done, (long long)ops[r]->count, lf_dtype_name(ops[r]->dtype), r,
-                           (long long)ops[0]->count, lf_dtype_name(ops[0]->dtype));
+        if (ops[r]->count != ops[0]->count || ops[r]->dtype != ops[0]->dtype || ops[r]->kind != ops[0]->kind)
+            return LF_FAIL(LF_ERR_PEER,
+                           "operation %lld is %s of %lld %s on rank %d and %s of %lld %s on rank 0, expected the same",
+                           (long long)loop->done, kind_name(ops[r]->kind), (long long)ops[r]->count, lf_dtype_name(ops[r]->dtype),
+                           r, kind_name(ops[0]->kind), (long long)ops[0]->count, lf_dtype_name(ops[0]->dtype));
     return LF_OK;
 }
 
@@ -106,7 +120,7 @@ static void loop_work(void *user)
         } else {
             loop->busy = true;
             lf__unlock(loop->mutex);
-            sum_operation(ops, loop->world);
+            run_operation(ops, loop->world);
             lf__lock(loop->mutex);
             loop->busy = false;
             for (int32_t r = 0; r < loop->world; r++) ops[r]->state = DONE;
@@ -161,24 +175,41 @@ static lf_status grow_ring(loop_end *end)
     return LF_OK;
 }
 
-static lf_status loop_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+static lf_status add_operation(loop_end *end, int32_t kind, void *data, int64_t count, int32_t dtype, lf_stream *stream,
+                               int64_t *ticket)
 {
-    loop_end *end = user;
     loopback *loop = end->loop;
     lf_status rc = LF_OK;
     loop_op *op = NULL;
     LF_CHECK_ARG(ticket && count >= 0 && (data || count == 0), "loopback: ticket or data is NULL, or count is negative");
     LF_CHECK_ARG(dtype == LF_DTYPE_F32 || dtype == LF_DTYPE_BF16 || dtype == LF_DTYPE_F64 || dtype == LF_DTYPE_I64,
                  "loopback: dtype is %s, expected f32, bf16, f64 or i64", lf_dtype_name(dtype));
+    LF_CHECK_ARG(kind == SUM_ALL || count % loop->world == 0, "loopback: %lld elements, expected a multiple of %d",
+                 (long long)count, loop->world);
     lf__lock(loop->mutex);
     LF_TRY(lf__fault_raise(&loop->fault));
     if (end->posted - end->waited == end->room) LF_TRY(grow_ring(end));
     *ticket = end->posted;
     op = op_at(end, end->posted++);
-    *op = (loop_op){end, data, count, dtype, POSTED};
+    *op = (loop_op){end, data, count, dtype, POSTED, kind};
 out:
     lf__unlock(loop->mutex);
     return op ? lf_stream_run(stream, arrive, op) : rc;
+}
+
+static lf_status loop_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return add_operation(user, SUM_ALL, data, count, dtype, stream, ticket);
+}
+
+static lf_status loop_scatter(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return add_operation(user, SUM_OWN, data, count, dtype, stream, ticket);
+}
+
+static lf_status loop_gather(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return add_operation(user, COPY_OWN, data, count, dtype, stream, ticket);
 }
 
 /* The lock is held: done, failed, or not yet. */
@@ -302,7 +333,9 @@ lf_status lf_loopback_open(int32_t world, lf_transport *ends)
                                  .post = loop_post,
                                  .wait = loop_wait,
                                  .close = loop_close,
-                                 .query = loop_query};
+                                 .query = loop_query,
+                                 .scatter = loop_scatter,
+                                 .gather = loop_gather};
     return LF_OK;
 out:
     free_loopback(loop);

@@ -172,35 +172,57 @@ static int type_of(int32_t dtype)
     }
 }
 
-static lf_status all_reduce(nccl_link *link, void *data, int64_t count, int32_t dtype)
+enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
+static const char *const call_names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather"};
+
+typedef struct operation {
+    int32_t kind, dtype;
+    void *data;
+    int64_t count;
+} operation;
+
+/* In place: a part of the data is this rank's, and the call's other buffer. */
+static int call_nccl(nccl_link *link, const operation *o)
 {
-    const int type = type_of(dtype), op = link->mean && (type == NCCL_FLOAT32 || type == NCCL_BFLOAT16) ? NCCL_AVG : NCCL_SUM;
+    const int type = type_of(o->dtype), op = link->mean && (type == NCCL_FLOAT32 || type == NCCL_BFLOAT16) ? NCCL_AVG : NCCL_SUM;
+    const int64_t part = o->count / link->world;
+    char *own = (char *)o->data + link->rank * part * (int64_t)lf_dtype_bytes(o->dtype);
+    void *stream = lf_stream_native(link->stream);
+    switch (o->kind) {
+    case REDUCE_SCATTER: return link->nccl.reduce_scatter(o->data, own, (size_t)part, type, op, link->caller_comm, stream);
+    case ALL_GATHER: return link->nccl.all_gather(own, o->data, (size_t)part, type, link->caller_comm, stream);
+    default: return link->nccl.all_reduce(o->data, o->data, (size_t)o->count, type, op, link->caller_comm, stream);
+    }
+}
+
+static lf_status launch(nccl_link *link, const operation *o)
+{
     if (link->in_run && !link->in_group) {
         const lf_status rc = lf__nccl_result(link, "ncclGroupStart", link->nccl.group_start());
         if (rc < 0) return rc;
         link->in_group = true;
     }
-    int result = link->nccl.all_reduce(data, data, (size_t)count, type, op, link->caller_comm, lf_stream_native(link->stream));
+    int result = call_nccl(link, o);
     if (link->in_group && result == NCCL_IN_PROGRESS) result = NCCL_SUCCESS; /* the group's end tells */
-    return lf__nccl_result(link, "ncclAllReduce", lf__nccl_await(link, result));
+    return lf__nccl_result(link, call_names[o->kind], lf__nccl_await(link, result));
 }
 
-static lf_status add_operation(nccl_link *link, void *data, int64_t count, int32_t dtype, lf_stream *stream)
+static lf_status add_operation(nccl_link *link, const operation *o, lf_stream *stream)
 {
     int32_t before = 0;
     lf_status rc = LF_OK;
     if (!link->open) {
         rc = open_run(link, stream);
-        if (rc == LF_OK) rc = lf__nccl_call_begin(link, "ncclAllReduce");
+        if (rc == LF_OK) rc = lf__nccl_call_begin(link, call_names[o->kind]);
         if (rc < 0) return rc;
     }
-    if (count == 0) return LF_OK;
+    if (o->count == 0) return LF_OK;
     rc = lf__device_enter(link->device, &before);
     if (rc < 0) return rc;
-    rc = all_reduce(link, data, count, dtype);
+    rc = launch(link, o);
     lf__device_leave(link->device, before);
     link->open->n_ops++;
-    link->open->bytes += count * (int64_t)lf_dtype_bytes(dtype);
+    link->open->bytes += o->count * (int64_t)lf_dtype_bytes(o->dtype);
     return rc;
 }
 
@@ -228,15 +250,31 @@ static lf_status fail_link(nccl_link *link, lf_status rc)
     return lf__nccl_raise(link);
 }
 
-lf_status lf__nccl_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+static lf_status post(nccl_link *link, const operation *o, lf_stream *stream, int64_t *ticket)
 {
-    nccl_link *link = user;
-    LF_CHECK_ARG(ticket && count >= 0 && (data || count == 0), "nccl: ticket or data is NULL, or count is negative");
-    LF_CHECK_ARG(type_of(dtype) >= 0, "nccl: dtype is %s, expected f32, bf16, f64 or i64", lf_dtype_name(dtype));
-    lf_status rc = add_operation(link, data, count, dtype, stream);
+    LF_CHECK_ARG(ticket && o->count >= 0 && (o->data || o->count == 0), "nccl: ticket or data is NULL, or count is negative");
+    LF_CHECK_ARG(type_of(o->dtype) >= 0, "nccl: dtype is %s, expected f32, bf16, f64 or i64", lf_dtype_name(o->dtype));
+    LF_CHECK_ARG(o->kind == ALL_REDUCE || o->count % link->world == 0, "nccl: %lld elements, expected a multiple of %d",
+                 (long long)o->count, link->world);
+    lf_status rc = add_operation(link, o, stream);
     if (rc == LF_OK) *ticket = link->open_ticket;
     if (rc == LF_OK && !link->in_run) rc = end_run(link);
     return rc < 0 ? fail_link(link, rc) : rc;
+}
+
+lf_status lf__nccl_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return post(user, &(operation){ALL_REDUCE, dtype, data, count}, stream, ticket);
+}
+
+lf_status lf__nccl_scatter(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return post(user, &(operation){REDUCE_SCATTER, dtype, data, count}, stream, ticket);
+}
+
+lf_status lf__nccl_gather(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return post(user, &(operation){ALL_GATHER, dtype, data, count}, stream, ticket);
 }
 
 lf_status lf__nccl_run(void *user, int32_t open, const char *label)

@@ -87,6 +87,8 @@ int lf__nccl_await(nccl_link *link, int result);
 
 /* nexus_nccl.c: the table's functions. `user` is the link. */
 lf_status lf__nccl_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+lf_status lf__nccl_scatter(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+lf_status lf__nccl_gather(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
 lf_status lf__nccl_wait(void *user, int64_t ticket, lf_stream *stream, double timeout_s);
 lf_status lf__nccl_query(void *user, int64_t ticket);
 lf_status lf__nccl_run(void *user, int32_t open, const char *label);

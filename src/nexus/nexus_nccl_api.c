@@ -35,6 +35,8 @@ static const symbol symbols[] = {
     ROW(comm_register, "ncclCommRegister", NCCL_HAS_REGISTER),
     ROW(comm_deregister, "ncclCommDeregister", NCCL_HAS_REGISTER),
     ROW(all_reduce, "ncclAllReduce", 0),
+    ROW(reduce_scatter, "ncclReduceScatter", 0),
+    ROW(all_gather, "ncclAllGather", 0),
     ROW(group_start, "ncclGroupStart", 0),
     ROW(group_end, "ncclGroupEnd", 0),
 };

@@ -55,6 +55,8 @@ typedef struct lf__nccl {
     int (*comm_register)(void *, void *, size_t, void **); /* 2.19 */
     int (*comm_deregister)(void *, void *);                /* 2.19 */
     int (*all_reduce)(const void *, void *, size_t, int, int, void *, void *);
+    int (*reduce_scatter)(const void *, void *, size_t, int, int, void *, void *); /* counts are of one rank's part */
+    int (*all_gather)(const void *, void *, size_t, int, void *, void *);
     int (*group_start)(void);
     int (*group_end)(void);
 } lf__nccl;

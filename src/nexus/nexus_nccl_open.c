@@ -228,6 +228,8 @@ lf_status lf_nccl_open(const lf_nexus_options *opts, lf_device *device, int32_t 
                           .settle = lf__nccl_settle,
                           .stats = lf__nccl_stats,
                           .describe = link_describe,
-                          .mean = link->mean};
+                          .mean = link->mean,
+                          .scatter = lf__nccl_scatter,
+                          .gather = lf__nccl_gather};
     return LF_OK;
 }

@@ -40,10 +40,13 @@ void lf__nexus_trace_wait(lf_nexus *nexus, int64_t ticket, lf_status rc)
     lf__unlock(t->mutex);
 }
 
+/* A chunk's collective may begin inside it: the rest of one that ranks share. */
 static int32_t chunk_at(const nexus_schedule *plan, const void *data)
 {
-    for (int32_t i = 0; i < plan->n_chunks; i++)
-        if (plan->chunks[i].data == data) return i;
+    for (int32_t i = 0; i < plan->n_chunks; i++) {
+        const char *begin = plan->chunks[i].data;
+        if (begin && (const char *)data >= begin && (const char *)data < begin + plan->chunks[i].bytes) return i;
+    }
     return -1;
 }
 

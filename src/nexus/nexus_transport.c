@@ -37,13 +37,45 @@ lf_status lf__nexus_answer(const lf_nexus *nexus, const char *what, lf_status rc
     return rc;
 }
 
-lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+/* One of the table's functions that start something. */
+typedef lf_status (*start_fn)(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket);
+
+static lf_status start(lf_nexus *nexus, const char *what, start_fn fn, void *data, int64_t count, int32_t dtype,
+                       lf_stream *stream, int64_t *ticket)
 {
     lf_error_clear();
-    lf_status rc =
-        lf__nexus_answer(nexus, "post", nexus->transport.post(nexus->transport.user, data, count, dtype, stream, ticket));
+    lf_status rc = lf__nexus_answer(nexus, what, fn(nexus->transport.user, data, count, dtype, stream, ticket));
     lf__nexus_trace_post(nexus, data, count, dtype, *ticket, rc);
     return rc;
+}
+
+lf_status lf__nexus_post(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    return start(nexus, "post", nexus->transport.post, data, count, dtype, stream, ticket);
+}
+
+lf_status lf__nexus_scatter(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
+{
+    const lf_transport *t = &nexus->transport;
+    return start(nexus, t->scatter ? "scatter" : "post", t->scatter ? t->scatter : t->post, data, count, dtype, stream, ticket);
+}
+
+/* The parts of others are cleared, and the bits summed: exact, since only one rank's are not zero. */
+static lf_status gather_by_sum(lf_nexus *nexus, char *data, int64_t bytes, lf_stream *stream, int64_t *ticket)
+{
+    const lf_transport *t = &nexus->transport;
+    const size_t part = (size_t)(bytes / t->world), before = part * (size_t)t->rank, behind = (size_t)bytes - before - part;
+    lf_status rc = LF_OK;
+    if (before) rc = lf_fill(nexus->device, data, 0, before, stream);
+    if (behind && rc == LF_OK) rc = lf_fill(nexus->device, data + before + part, 0, behind, stream);
+    return rc == LF_OK ? lf__nexus_post(nexus, data, bytes / 8, LF_DTYPE_I64, stream, ticket) : rc;
+}
+
+lf_status lf__nexus_gather(lf_nexus *nexus, void *data, int64_t bytes, lf_stream *stream, int64_t *ticket)
+{
+    const lf_transport *t = &nexus->transport;
+    if (!t->gather) return gather_by_sum(nexus, data, bytes, stream, ticket);
+    return start(nexus, "gather", t->gather, data, bytes / 8, LF_DTYPE_I64, stream, ticket);
 }
 
 lf_status lf__nexus_wait(lf_nexus *nexus, int64_t ticket, lf_stream *stream)

@@ -36,7 +36,7 @@ typedef struct config {
 typedef struct seat {
     _Atomic int64_t arrived, left; /* tiles */
     int64_t count, place, of;      /* elements; which operation of how many in its group */
-    int32_t dtype, op;
+    int32_t dtype, op, kind;
     unsigned char tile[TILE * 8];
 } seat;
 
@@ -60,8 +60,11 @@ typedef struct operation {
     comm *comm;
     void *data, *stream;
     int64_t count, place, of;
-    int32_t dtype, op;
+    int32_t dtype, op, kind;
 } operation;
+
+enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
+static size_t width_of(int32_t dtype) { return dtype == BFLOAT16 ? 2 : dtype == FLOAT32 ? 4 : 8; }
 
 static _Atomic long rank_of_faults = -1, version = 22809, init_fault, async_fault, refuse, call_hangs, abort_hangs,
                     finalize_hangs, register_answer;
@@ -147,7 +150,17 @@ static void put_float(void *data, int64_t i, int32_t dtype, float value)
 static void sum_tile(const operation *o, int64_t at, int64_t n)
 {
     const comm *c = o->comm;
+    const int64_t part = o->count / c->world;
+    const size_t width = width_of(o->dtype);
     for (int64_t i = 0; i < n; i++) {
+        const int64_t owner = o->kind == ALL_REDUCE ? c->rank : (at + i) / part;
+        if (o->kind == ALL_GATHER)
+            memcpy((char *)o->data + (size_t)(at + i) * width, c->room->seats[owner].tile + (size_t)i * width, width);
+        if (o->kind == ALL_GATHER) continue;
+        if (owner != c->rank) { /* what others' parts hold does not matter: something useless */
+            memset((char *)o->data + (size_t)(at + i) * width, 0x7f, width);
+            continue;
+        }
         if (o->dtype == INT64) {
             int64_t sum = 0;
             for (int r = 0; r < c->world; r++) sum += ((const int64_t *)(const void *)c->room->seats[r].tile)[i];
@@ -173,7 +186,8 @@ static bool agree(const operation *o)
 {
     for (int r = 0; r < o->comm->world; r++) {
         const seat *s = &o->comm->room->seats[r];
-        if (s->count != o->count || s->dtype != o->dtype || s->op != o->op || s->place != o->place || s->of != o->of)
+        if (s->count != o->count || s->dtype != o->dtype || s->op != o->op || s->place != o->place || s->of != o->of ||
+            s->kind != o->kind)
             return false;
     }
     return true;
@@ -184,7 +198,7 @@ static int32_t run_operation(void *user)
     operation *o = user;
     comm *c = o->comm;
     seat *mine = &c->room->seats[c->rank];
-    const size_t width = o->dtype == BFLOAT16 ? 2 : o->dtype == FLOAT32 ? 4 : 8;
+    const size_t width = width_of(o->dtype);
     for (int64_t at = 0; at < o->count && !c->aborted; at += TILE) {
         const int64_t n = o->count - at < TILE ? o->count - at : TILE;
         if (!await_all(c, offsetof(seat, left), c->tiles)) break;
@@ -194,6 +208,7 @@ static int32_t run_operation(void *user)
         mine->of = o->of;
         mine->dtype = o->dtype;
         mine->op = o->op;
+        mine->kind = o->kind;
         atomic_store(&mine->arrived, ++c->tiles);
         if (!await_all(c, offsetof(seat, arrived), c->tiles)) break;
         if (!agree(o)) { /* another operation, or another group: NCCL calls that undefined */
@@ -226,6 +241,8 @@ NCCL_API const char *ncclGetLastError(comm *c);
 NCCL_API int ncclCommRegister(comm *c, void *data, size_t bytes, void **handle);
 NCCL_API int ncclCommDeregister(comm *c, void *handle);
 NCCL_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op, comm *c, void *stream);
+NCCL_API int ncclReduceScatter(const void *from, void *to, size_t count, int dtype, int op, comm *c, void *stream);
+NCCL_API int ncclAllGather(const void *from, void *to, size_t count, int dtype, comm *c, void *stream);
 NCCL_API int ncclGroupStart(void);
 NCCL_API int ncclGroupEnd(void);
 
@@ -386,12 +403,38 @@ static int launch(void)
     return answer;
 }
 
+static int add(const operation *o)
+{
+    comm *c = o->comm;
+    if (!o->stream || n_pending == GROUP_MOST || fake_cuda_current() == 0) return INVALID_ARGUMENT;
+    if (hit(c, refuse) && --refuse == 0) return group_error = INVALID_USAGE;
+    pending[n_pending++] = *o;
+    return depth ? OK : launch();
+}
+
 int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op, comm *c, void *stream)
 {
-    if (!c || !stream || from != to || n_pending == GROUP_MOST || fake_cuda_current() == 0) return INVALID_ARGUMENT;
-    if (hit(c, refuse) && --refuse == 0) return group_error = INVALID_USAGE;
-    pending[n_pending++] = (operation){c, to, stream, (int64_t)count, 0, 0, dtype, op};
-    return depth ? OK : launch();
+    if (!c || from != to) return INVALID_ARGUMENT;
+    return add(&(operation){c, to, stream, (int64_t)count, 0, 0, dtype, op, ALL_REDUCE});
+}
+
+/* In place, as NCCL defines it: the part of this rank lies in the whole. */
+static bool in_place(const void *whole, const void *part, size_t count, int dtype, const comm *c)
+{
+    return (const char *)part == (const char *)whole + (size_t)c->rank * count * width_of(dtype);
+}
+
+int ncclReduceScatter(const void *from, void *to, size_t count, int dtype, int op, comm *c, void *stream)
+{
+    if (!c || !in_place(from, to, count, dtype, c)) return INVALID_ARGUMENT;
+    char *whole = (char *)to - (size_t)c->rank * count * width_of(dtype);
+    return add(&(operation){c, whole, stream, (int64_t)count * c->world, 0, 0, dtype, op, REDUCE_SCATTER});
+}
+
+int ncclAllGather(const void *from, void *to, size_t count, int dtype, comm *c, void *stream)
+{
+    if (!c || !in_place(to, from, count, dtype, c)) return INVALID_ARGUMENT;
+    return add(&(operation){c, to, stream, (int64_t)count * c->world, 0, 0, dtype, SUM, ALL_GATHER});
 }
 
 int ncclGroupStart(void)

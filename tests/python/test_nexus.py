@@ -79,6 +79,14 @@ def test_updates_that_begin_early_are_the_ordinary_ones(world):
     assert done.stdout.count("all equal") == world
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_optimizer_in_shares_is_the_whole_one(world, tmp_path):
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(MULTI / "shard.py"), str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all alike") == world
+
+
 def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))

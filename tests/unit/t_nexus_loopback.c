@@ -95,6 +95,39 @@ TEST(loopback_sums_exactly)
     }
 }
 
+/* Parts: the sum of this rank's only, and every rank's as it is. */
+static void scatter_and_gather(rank *r)
+{
+    const int32_t world = r->t.world;
+    for (int32_t k = 0; k < 4 && r->status == LF_OK; k++) {
+        const int64_t part = 1500, n = part * world;
+        void *data = lf__alloc((size_t)n * 8);
+        int64_t ticket = 0;
+        for (int64_t i = 0; i < n; i++) put(data, i, dtypes[k], start_value(r->t.rank, k, i));
+        r->status = r->t.scatter(r->t.user, data, n, dtypes[k], NULL, &ticket);
+        if (r->status == LF_OK) r->status = r->t.wait(r->t.user, ticket, NULL, 30);
+        if (r->status == LF_OK) r->status = r->t.gather(r->t.user, data, n, dtypes[k], NULL, &ticket);
+        if (r->status == LF_OK) r->status = r->t.wait(r->t.user, ticket, NULL, 30);
+        for (int64_t i = 0; i < n && r->status == LF_OK; i++) {
+            float sum = 0;
+            for (int32_t s = 0; s < world; s++)
+                sum += dtypes[k] == LF_DTYPE_I64 ? (float)(int64_t)start_value(s, k, i) : start_value(s, k, i);
+            double want = dtypes[k] == LF_DTYPE_BF16 ? (double)lf__f32_from_bf16(lf__bf16_from_f32(sum)) : (double)sum;
+            if (get(data, i, dtypes[k]) != want) WRONG("%s element %d: %g", lf_dtype_name(dtypes[k]), (int)i, want);
+        }
+        if (world > 1 && r->t.scatter(r->t.user, data, n + 1, dtypes[k], NULL, &ticket) != LF_ERR_INVALID) WRONG("uneven parts");
+        lf__free(data);
+    }
+}
+
+TEST(loopback_scatters_and_gathers)
+{
+    for (int32_t world = 1; world <= MOST; world++) {
+        run_world(world, scatter_and_gather);
+        for (int32_t i = 0; i < world; i++) CHECK_EQ(ranks[i].status, LF_OK);
+    }
+}
+
 /* Rank order, rounded once: 1 + 2^-8 + 2^-8 in bf16 is 1 + 2^-7 only when summed in f32. */
 static void bf16_once(rank *r)
 {
@@ -167,7 +200,24 @@ TEST(loopback_finds_different_operations)
     run_world(4, rank_1_disagrees);
     for (int32_t i = 0; i < 4; i++) {
         CHECK_EQ(ranks[i].status, LF_ERR_PEER);
-        CHECK_HAS(ranks[i].text, "operation 0 is 3 f32 on rank 1 and 2 f32 on rank 0");
+        CHECK_HAS(ranks[i].text, "operation 0 is a sum of 3 f32 on rank 1 and a sum of 2 f32 on rank 0");
+    }
+}
+
+static void rank_1_gathers(rank *r)
+{
+    int64_t ticket;
+    const bool other = r->t.rank == 1;
+    r->status = (other ? r->t.gather : r->t.scatter)(r->t.user, shared_x[r->t.rank], 8, LF_DTYPE_F32, NULL, &ticket);
+    if (r->status == LF_OK) r->status = r->t.wait(r->t.user, ticket, NULL, 10);
+}
+
+TEST(loopback_finds_different_kinds)
+{
+    run_world(2, rank_1_gathers);
+    for (int32_t i = 0; i < 2; i++) {
+        CHECK_EQ(ranks[i].status, LF_ERR_PEER);
+        CHECK_HAS(ranks[i].text, "a gather of 8 f32 on rank 1 and a scatter of 8 f32 on rank 0");
     }
 }
 

@@ -345,6 +345,10 @@ static lf_status one_step(rank *r, lf_nexus *nexus, lf_map *map, int32_t step)
         ;
     if (rc == LF_END) rc = LF_OK;
     else if (rc == LF_OK) rc = lf_nexus_finish(nexus, r->stream);
+    if (rc == LF_OK && r->opts.shard_optimizer) { /* every share to everyone: then all sums are there again */
+        rc = lf_nexus_gather(nexus, LF_ROLE_GRAD, 0, lf_nexus_n_chunks(nexus), r->stream);
+        if (rc == LF_OK) rc = lf_nexus_gathered(nexus, r->stream);
+    }
     return rc == LF_OK ? lf_stream_sync(r->stream) : rc;
 }
 
@@ -391,16 +395,18 @@ static void steps_of_nexus(rank *r)
 
 TEST(nccl_under_nexus)
 {
-    for (int32_t how = 0; how < 4; how++) {
-        prepare(how == 3 ? 4 : 2, steps_of_nexus);
+    for (int32_t how = 0; how < 6; how++) {
+        const int32_t world = how == 3 || how == 5 ? 4 : 2;
+        prepare(world, steps_of_nexus);
         for (int32_t i = 0; i < MOST; i++) {
+            ranks[i].opts.shard_optimizer = how >= 4;
             ranks[i].opts.chunk_bytes = 4096;
             ranks[i].opts.run_bytes = how == 1 ? 4096 : 1 << 20;
             ranks[i].opts.register_buffers = how != 2;
             snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "mean");
         }
-        run_ranks(how == 3 ? 4 : 2);
-        all_are(how == 3 ? 4 : 2, LF_OK);
+        run_ranks(world);
+        all_are(world, LF_OK);
         CHECK_EQ(fake.count("registered"), 0); /* all given back */
     }
     CHECK(fake.count("groups") > 0);

@@ -164,11 +164,11 @@ def twice():
 # ---- captured steps ------------------------------------------------------------------------------------------------------
 
 
-def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, clip: float = 1.0):
+def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, clip: float = 1.0, shard: bool = False):
     config = preset("tiny")
     model = Gr00tN16(config).to(device)
     held = accelerate(model, dtype=torch.bfloat16)
-    sync = NexusSync(model, reduce="sum", chunk_bytes=256 << 10, timeout_s=30.0)
+    sync = NexusSync(model, reduce="sum", chunk_bytes=256 << 10, timeout_s=30.0, shard_optimizer=shard)
     model.reduce_stats = sync.reduce_stats
     optimizer = AdamW(held, lr=1e-3)
     capturing = torch.cuda.is_current_stream_capturing
@@ -213,6 +213,10 @@ def capture():
         assert early[0] == plain[0] and torch.equal(early[1], plain[1]), "an update that begins early is another one"
         exposed = [1e6 * run[3]["exposed_s"] / 12 for run in (plain, early)]
         say(f"capture: clip {clip:g}: exposed {exposed[0]:.0f} us a step, {exposed[1]:.0f} with the update beside it")
+    for shared in (train(False, 12, shard=True), train(True, 12, shard=True)):
+        worst = distance(eager[4], shared[4])
+        assert worst < 1e-2 and shared[2].n_captured == int(shared[2].reason is None), (worst, shared[2].reason)
+        say(f"capture: in shares, {shared[2].reason or 'captured'}: weights within {worst:.1e} of the whole optimizer's")
     say(
         f"capture: 12 steps, losses {captured[0][0]:.2f} to {captured[0][-1]:.2f} (eager {eager[0][-1]:.2f}), weights "
         f"{'the same bits' if torch.equal(eager[1], captured[1]) else f'within {worst:.1e}'}; exposed "

@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The sharded optimizer over the loopback: shares cover every chunk once, hold exact sums, and reach every rank bit for bit. */
+#include "base/base.h"
+#include "lf_test.h"
+#include "loongforge/nexus.h"
+
+enum { MOST = 4, N_LAYERS = 3, N_EXPERTS = 3 };
+
+static lf_device *cpu;
+
+static void add(lf_map *map, const char *name, int64_t count, int32_t dtype, int32_t layer, int32_t expert)
+{
+    lf_param p = {.size = sizeof p,
+                  .name = name,
+                  .shape = &count,
+                  .ndim = 1,
+                  .dtype = dtype,
+                  .layer = layer,
+                  .expert = expert,
+                  .tied_to = -1};
+    if (lf_map_add(map, &p, NULL) < 0) fprintf(stderr, "%s\n", lf_error_text());
+}
+
+/* Chunks of every kind: divisible, with a rest, and too small to share. */
+static lf_map *make_map(int32_t grad_f32)
+{
+    lf_map *map = NULL;
+    lf_map_options opts;
+    char name[64];
+    if (lf_options_init("map", &opts, sizeof opts) < 0) return NULL;
+    opts.grad_f32 = grad_f32;
+    opts.high_load_experts = 1;
+    if (lf_map_open(&map, &opts) < 0) return NULL;
+    add(map, "embed", 3001, LF_DTYPE_BF16, -1, -1);
+    for (int32_t l = 0; l < N_LAYERS; l++) {
+        snprintf(name, sizeof name, "l%d.norm", l);
+        add(map, name, 33, LF_DTYPE_F32, l, -1);
+        snprintf(name, sizeof name, "l%d.qkv", l);
+        add(map, name, 768, LF_DTYPE_BF16, l, -1);
+        for (int32_t e = 0; e < N_EXPERTS; e++) {
+            snprintf(name, sizeof name, "l%d.e%d", l, e);
+            add(map, name, 601 + 403 * e, LF_DTYPE_BF16, l, e);
+        }
+    }
+    if (lf_map_plan(map) < 0 || lf_map_allocate(map, cpu) < 0) fprintf(stderr, "%s\n", lf_error_text());
+    return map;
+}
+
+static void set_up(void)
+{
+    if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
+}
+
+typedef struct rank {
+    lf_transport t;
+    lf_nexus_options opts;
+    void (*run)(struct rank *rank);
+    int32_t grad_f32, on_stream;
+    lf_status status;
+    char text[600], wrong[200];
+    lf__thread *thread;
+} rank;
+
+static rank ranks[MOST];
+#define WRONG(...) snprintf(r->wrong, sizeof r->wrong, __VA_ARGS__)
+
+static void enter(void *user)
+{
+    rank *r = user;
+    r->run(r);
+    if (r->status < 0) snprintf(r->text, sizeof r->text, "%s", lf_error_text());
+}
+
+static void prepare(int32_t world, void (*run)(rank *))
+{
+    lf_transport ends[MOST];
+    set_up();
+    CHECK_OK(lf_loopback_open(world, ends));
+    for (int32_t i = 0; i < world; i++) {
+        ranks[i] = (rank){.t = ends[i], .run = run, .grad_f32 = 1};
+        CHECK_OK(lf_options_init("nexus", &ranks[i].opts, sizeof ranks[i].opts));
+        ranks[i].opts.chunk_bytes = 4096;
+        ranks[i].opts.run_bytes = 16384;
+        ranks[i].opts.timeout_s = 20;
+        ranks[i].opts.shard_optimizer = 1;
+    }
+}
+
+static void run_ranks(int32_t world)
+{
+    for (int32_t i = 0; i < world; i++) CHECK_OK(lf__thread_start(&ranks[i].thread, "rank", enter, &ranks[i]));
+    for (int32_t i = 0; i < world; i++) lf__thread_join(ranks[i].thread);
+    for (int32_t i = 0; i < world; i++) CHECK_STR(ranks[i].wrong, "");
+}
+
+static lf_chunk_info chunk_at(const lf_nexus *nexus, int32_t i)
+{
+    lf_chunk_info c = {.size = sizeof c};
+    lf_nexus_get_chunk(nexus, i, &c);
+    return c;
+}
+
+static int32_t dtype_of(const lf_map *map, int32_t klass, int32_t role)
+{
+    lf_class_info info = {.size = sizeof info};
+    lf_map_get_class(map, klass, &info);
+    return info.role_dtype[role];
+}
+
+static float get(const void *base, int64_t i, int32_t dtype)
+{
+    return dtype == LF_DTYPE_F32 ? ((const float *)base)[i] : lf__f32_from_bf16(((const uint16_t *)base)[i]);
+}
+
+static void put(void *base, int64_t i, int32_t dtype, float v)
+{
+    if (dtype == LF_DTYPE_F32) ((float *)base)[i] = v;
+    else ((uint16_t *)base)[i] = lf__bf16_from_f32(v);
+}
+
+/* Multiples of 4 up to 60: sums of four, and their quarters, are exact in bf16 too. */
+static float grad_of(int32_t rank_, int32_t step, int64_t i) { return (float)(4 * ((rank_ * 13 + step * 7 + i * 3) % 31 - 15)); }
+
+static void write_grads(const lf_map *map, const lf_nexus *nexus, int32_t rank_, int32_t step)
+{
+    for (int32_t k = 0; k < lf_nexus_n_chunks(nexus); k++) {
+        const lf_chunk_info c = chunk_at(nexus, k);
+        void *g = lf_map_address(map, &c.range, LF_ROLE_GRAD);
+        for (int64_t i = 0; i < c.range.count; i++) put(g, i, c.dtype, grad_of(rank_, step, c.range.offset + i));
+    }
+}
+
+static void check_part(rank *r, const lf_map *map, const lf_chunk_info *c, const lf_range *part, int32_t step)
+{
+    if (part->count == 0) return;
+    const void *g = lf_map_address(map, part, LF_ROLE_GRAD);
+    for (int64_t i = 0; i < part->count; i++) {
+        float want = 0;
+        for (int32_t s = 0; s < r->t.world; s++) want += grad_of(s, step, part->offset + i);
+        if (strcmp(r->opts.reduce, "mean") == 0) want /= (float)r->t.world;
+        if (get(g, i, c->dtype) != want)
+            WRONG("rank %d step %d element %d: %g, expected %g", r->t.rank, step, (int)(part->offset + i),
+                  (double)get(g, i, c->dtype), (double)want);
+    }
+}
+
+/* Any bits, minus zero and NaN among them. */
+static uint8_t byte_of(int32_t owner, int32_t role, int64_t i) { return (uint8_t)(owner * 89 + role * 7 + i * 57 + (i >> 5)); }
+
+static void fill_bytes(const lf_map *map, const lf_range *part, int32_t role, int32_t owner, int64_t width)
+{
+    uint8_t *at = lf_map_address(map, part, role);
+    for (int64_t i = 0; i < part->count * width; i++) at[i] = byte_of(owner, role, part->offset * width + i);
+}
+
+static void check_bytes(rank *r, const lf_map *map, const lf_chunk_info *c, int32_t role, int64_t width)
+{
+    const uint8_t *at = lf_map_address(map, &c->range, role);
+    for (int64_t i = 0; i < c->range.count * width; i++) {
+        const int64_t element = i / width;
+        const int32_t owner =
+            c->share.count == 0 || element >= c->share.count * r->t.world ? 99 : (int32_t)(element / c->share.count);
+        if (at[i] != byte_of(owner, role, c->range.offset * width + i))
+            WRONG("rank %d %s byte %d of a chunk is %d, not rank %d's", r->t.rank, lf_role_name(role), (int)i, at[i], owner);
+    }
+}
+
+static lf_status spread(rank *r, lf_map *map, lf_nexus *nexus, int32_t role, lf_stream *stream)
+{
+    const int32_t n = lf_nexus_n_chunks(nexus);
+    for (int32_t k = 0; k < n; k++) {
+        const lf_chunk_info c = chunk_at(nexus, k);
+        const int64_t width = (int64_t)lf_dtype_bytes(dtype_of(map, c.range.klass, role));
+        if (width == 0) continue;
+        if (c.share.count) fill_bytes(map, &c.share, role, r->t.rank, width);
+        if (c.rest.count) fill_bytes(map, &c.rest, role, 99, width);
+    }
+    lf_status rc = lf_nexus_gather(nexus, role, 0, n / 2, stream);
+    if (rc == LF_OK) rc = lf_nexus_gather(nexus, role, n / 2, n - n / 2, stream);
+    if (rc == LF_OK && lf_nexus_begin(nexus) != LF_ERR_STATE) WRONG("a step began over gathers");
+    if (rc == LF_OK) rc = lf_nexus_gathered(nexus, stream);
+    if (rc == LF_OK) rc = lf_stream_sync(stream);
+    for (int32_t k = 0; k < n && rc == LF_OK; k++) {
+        const lf_chunk_info c = chunk_at(nexus, k);
+        const int64_t width = (int64_t)lf_dtype_bytes(dtype_of(map, c.range.klass, role));
+        if (width) check_bytes(r, map, &c, role, width);
+    }
+    return rc;
+}
+
+static lf_status one_step(rank *r, lf_map *map, lf_nexus *nexus, int32_t step, lf_stream *stream)
+{
+    int32_t first, n;
+    lf_status rc = lf_nexus_begin(nexus);
+    write_grads(map, nexus, r->t.rank, step);
+    if (rc == LF_OK && lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, 1, stream) != LF_ERR_STATE) WRONG("a gather before the flush");
+    for (int32_t b = lf_map_n_blocks(map) - 1; b >= 0 && rc == LF_OK; b--) rc = lf_nexus_mark(nexus, b, stream);
+    if (step == 0 && rc == LF_OK) rc = lf_nexus_finish(nexus, stream);
+    if (step == 0) return rc;
+    if (rc == LF_OK) rc = lf_nexus_flush(nexus, stream);
+    while (rc == LF_OK && (rc = lf_nexus_take(nexus, stream, &first, &n)) == LF_OK) {
+        rc = lf_nexus_gather(nexus, LF_ROLE_EXP_AVG, first, n, stream); /* beside the runs that are still under way */
+        if (rc == LF_OK && first + n < lf_nexus_n_chunks(nexus) && lf_nexus_gathered(nexus, stream) != LF_ERR_STATE)
+            WRONG("gathers were waited for before sums that were posted earlier");
+    }
+    return rc == LF_END ? lf_nexus_gathered(nexus, stream) : rc;
+}
+
+static void shares_of_steps(rank *r)
+{
+    lf_map *map = make_map(r->grad_f32);
+    lf_nexus *nexus = NULL;
+    lf_stream *stream = NULL;
+    int64_t shared = 0, rest = 0;
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (r->status == LF_OK && r->on_stream) r->status = lf_stream_open(cpu, 0, &stream);
+    for (int32_t k = 0; nexus && k < lf_nexus_n_chunks(nexus); k++) {
+        const lf_chunk_info c = chunk_at(nexus, k);
+        if (c.share.count * r->t.world + c.rest.count != c.range.count) WRONG("chunk %d is not covered", k);
+        if (c.rest.offset + c.rest.count != c.range.offset + c.range.count) WRONG("chunk %d does not end with its rest", k);
+        if (c.share.offset != c.range.offset + r->t.rank * c.share.count) WRONG("chunk %d: a share at the wrong place", k);
+        shared += c.share.count;
+        rest += c.rest.count;
+    }
+    if (r->status == LF_OK && (shared == 0 || (rest == 0) != (r->t.world == 1))) WRONG("not all kinds of chunks");
+    for (int32_t step = 0; step < 3 && r->status == LF_OK; step++) {
+        r->status = one_step(r, map, nexus, step, stream);
+        if (r->status == LF_OK) r->status = lf_stream_sync(stream);
+        for (int32_t k = 0; k < lf_nexus_n_chunks(nexus) && r->status == LF_OK; k++) {
+            const lf_chunk_info c = chunk_at(nexus, k);
+            check_part(r, map, &c, &c.share, step);
+            check_part(r, map, &c, &c.rest, step);
+        }
+        for (int32_t role = 0; role < LF_N_ROLES && r->status == LF_OK && r->t.world > 1; role++)
+            r->status = spread(r, map, nexus, role, stream);
+    }
+    lf_stream_close(stream);
+    if (nexus) lf_nexus_close(nexus);
+    else r->t.close(r->t.user);
+    lf_map_unref(map);
+}
+
+/* Transports with both entries, one, and none; eager and on a stream; sums and means. */
+TEST(shard_shares_are_exact_and_reach_everyone)
+{
+    for (int32_t world = 1; world <= MOST; world++)
+        for (int32_t how = 0; how < 4; how++) {
+            prepare(world, shares_of_steps);
+            for (int32_t i = 0; i < world; i++) {
+                if (how & 1) ranks[i].t.scatter = NULL;
+                if (how & 2) ranks[i].t.gather = NULL;
+                ranks[i].grad_f32 = how != 2;
+                ranks[i].on_stream = how >= 2;
+                if (how == 1 || world == 3) snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "sum"); /* a third is not exact */
+            }
+            run_ranks(world);
+            for (int32_t i = 0; i < world; i++)
+                if (ranks[i].status < 0) FAIL_("rank %d of %d, how %d: %s", i, world, how, ranks[i].text);
+        }
+}
+
+static void open_only(rank *r)
+{
+    lf_map *map = make_map(1);
+    lf_nexus *nexus = NULL;
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (nexus) lf_nexus_close(nexus);
+    else r->t.close(r->t.user);
+    lf_map_unref(map);
+}
+
+TEST(shard_is_agreed_on)
+{
+    prepare(2, open_only);
+    ranks[1].opts.shard_optimizer = 0;
+    run_ranks(2);
+    for (int32_t i = 0; i < 2; i++) CHECK_EQ(ranks[i].status, LF_ERR_PEER);
+    CHECK_HAS(ranks[0].text, "different [nexus] options");
+    CHECK_HAS(ranks[0].text, "shard_optimizer 1");
+    prepare(2, open_only);
+    for (int32_t i = 0; i < 2; i++) snprintf(ranks[i].opts.comm_strategy, LF_TEXT_MAX, "sparse");
+    run_ranks(2);
+    for (int32_t i = 0; i < 2; i++) CHECK_EQ(ranks[i].status, LF_ERR_INVALID);
+    CHECK_HAS(ranks[0].text, "shard_optimizer with chunks in the sparse form");
+}
+
+/* A peer that leaves in the middle of a gather ends the handle with an error that says what was being done. */
+static void rank_1_leaves(rank *r)
+{
+    lf_map *map = make_map(1);
+    lf_nexus *nexus = NULL;
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (r->status == LF_OK && r->t.rank != 1) {
+        r->status = lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, lf_nexus_n_chunks(nexus), NULL);
+        if (r->status == LF_OK && lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, lf_nexus_n_chunks(nexus), NULL) == LF_OK)
+            WRONG("twice as many gathers as chunks");
+        if (r->status == LF_OK) r->status = lf_nexus_gathered(nexus, NULL);
+        if (r->status < 0 && lf_nexus_begin(nexus) != r->status) WRONG("the handle goes on");
+    }
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
+TEST(shard_names_what_failed)
+{
+    prepare(2, rank_1_leaves);
+    run_ranks(2);
+    CHECK_EQ(ranks[0].status, LF_ERR_PEER);
+}
+
+TEST(shard_alone_needs_no_gathers)
+{
+    set_up();
+    lf_map *map = make_map(1);
+    lf_nexus *nexus = NULL;
+    lf_nexus_options opts;
+    CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
+    opts.shard_optimizer = 1;
+    CHECK_OK(lf_nexus_open(&nexus, map, NULL, &opts));
+    const lf_chunk_info c = chunk_at(nexus, 0);
+    CHECK(c.share.count == c.range.count && c.share.offset == c.range.offset && c.rest.count == 0);
+    CHECK_STATUS(lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, 1, NULL), LF_ERR_STATE);
+    lf_nexus_close(nexus);
+    lf_transport end;
+    CHECK_OK(lf_loopback_open(1, &end));
+    CHECK_OK(lf_nexus_open(&nexus, map, &end, &opts));
+    CHECK_OK(lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, lf_nexus_n_chunks(nexus), NULL));
+    CHECK_STATUS(lf_nexus_gather(nexus, LF_N_ROLES, 0, 1, NULL), LF_ERR_INVALID);
+    CHECK_STATUS(lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 1, lf_nexus_n_chunks(nexus), NULL), LF_ERR_INVALID);
+    CHECK_OK(lf_nexus_gathered(nexus, NULL));
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+    lf_device_close(cpu);
+}
+
+LF_TEST_MAIN
