@@ -13,20 +13,23 @@ For the bandwidth of sums by themselves: loongforge sync bench.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import sys
 import time
 
+import loom
 import torch
 import torch.distributed as dist
 from ddp import unwrap, wrap
-from loom import Ours, median_s, profile_parts
+from loom import median_s, profile_parts
 from report import Report
 
-from loongforge import NexusSync
+from loongforge import _C, NexusSync
 from loongforge.graph import StepGraph
 from loongforge.models.gr00t_n16 import identity, preset
+from loongforge.streams import stream_of
 
 MIB = 1 << 20
 VARIANTS = {
@@ -37,6 +40,7 @@ VARIANTS = {
     "4 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 4},
     "8 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 8},
     "16 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 16},
+    "16 CTAs, dense on 116 SMs": {"chunk_bytes": 64 * MIB, "max_ctas": 16, "dense_sms": 116},
     "high priority": {"chunk_bytes": 64 * MIB, "priority": -1},
     "not registered": {"chunk_bytes": 64 * MIB, "register_buffers": False},
     "shares": {"chunk_bytes": 64 * MIB, "shard_optimizer": True},
@@ -48,7 +52,8 @@ def arguments():
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warm", type=int, default=20, help="steps before those timed; a GPU that idled runs faster at first")
     parser.add_argument("--grad-f32", action="store_true", help="gradients in f32: twice the bytes")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--ddp", default="25,100,100 captured", help="sizes of DDP's buckets in MB, comma-separated; '': without")
@@ -73,6 +78,34 @@ def print_parts(label: str, ours) -> None:
         print(f"{label}: " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in rows) + " ms", file=sys.stderr)
 
 
+class Ours(loom.Ours):
+    """dense_sms: multiprocessors that cuBLAS plans for in the backward pass, 0: all. Its products give each multiprocessor a
+    fixed share of tiles, so one that NCCL has makes them wait for it. clock: told of each step."""
+
+    dense_sms, clock = 0, None
+
+    def step(self):
+        if self.clock is None:
+            return super().step()
+        _C.clock_step_begin(self.clock)
+        loss = super().step()
+        _C.clock_step_end(self.clock, 0)
+        return loss
+
+    def _forward_backward(self, images, tokens):
+        with torch.autocast("cuda", torch.bfloat16):
+            out = self.model(images, tokens)
+        out.loss.register_hook(self._limit_dense)  # runs on autograd's thread, which has a handle of its own
+        out.loss.backward()
+        return out.loss.detach()
+
+    def _limit_dense(self, grad) -> None:
+        with open("/proc/self/maps") as maps:
+            path = next(line.split()[-1] for line in maps if "libcublas.so" in line)
+        if ctypes.CDLL(path).cublasSetSmCountTarget(ctypes.c_void_p(torch.cuda.current_blas_handle()), self.dense_sms):
+            raise RuntimeError(f"cublasSetSmCountTarget({self.dense_sms}) failed")
+
+
 def start_over(ours) -> None:
     ours.graph.forget()
     gc.collect()
@@ -82,19 +115,23 @@ def start_over(ours) -> None:
 def run_variant(a, ours, name: str, alone: float, report) -> float:
     """-> token/s of all ranks"""
     start_over(ours)
-    sync = NexusSync(ours.model, reduce="sum", **VARIANTS[name])
+    options = dict(VARIANTS[name])
+    ours.dense_sms = options.pop("dense_sms", 0)
+    sync = NexusSync(ours.model, reduce="sum", **options)
     ours.model.reduce_stats = sync.reduce_stats
-    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, sync=sync, overlap_update=True)
-    for _ in range(5):
+    clock = _C.clock_open()
+    _C.clock_follow(clock, ours.map.device, stream_of(ours.map.torch_device))
+    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, clock=clock, sync=sync, overlap_update=True)
+    together = slowest(median_s(ours.step, a.steps, a.warm))
+    ours.clock = clock
+    for _ in range(a.steps):
         ours.step()
-    sync.settle()
-    before = sync.stats()
-    together = slowest(median_s(ours.step, a.steps, 2))
+    ours.clock, times = None, _C.clock_summary(clock)
+    waited = times["exposed_s"]["communication"] / times["steps"]
     if a.parts:
         print_parts(name, ours)
     sync.settle()
-    stats, moved = sync.stats(), sum(c["bytes"] for c in sync.chunks())
-    waited = (stats["exposed_s"] - before["exposed_s"]) / (stats["steps"] - before["steps"])
+    moved = sum(c["bytes"] for c in sync.chunks())
     rate, scaled = sync.world * a.batch * a.seq / together, sync.world * a.batch * a.seq / alone
     if report:
         print(
@@ -128,7 +165,7 @@ def run_ddp(a, ours, name: str, best: float, report) -> None:
         return loss.detach()
 
     ours.graph = StepGraph(forward_backward, ours.optimizer, enabled=bool(captured), warmup=11)
-    seconds = slowest(median_s(ours.step, a.steps, 14 if captured else 5))
+    seconds = slowest(median_s(ours.step, a.steps, a.warm))
     rate = dist.get_world_size() * a.batch * a.seq / seconds
     if report:
         print(f"DDP, {name}: {1e3 * seconds:.2f} ms, {rate:,.0f} token/s; {ours.graph.reason or 'captured'}", file=sys.stderr)
@@ -147,7 +184,7 @@ def main():
     config = preset("n16").with_(attention="dense", balance_weight=0.0, n_layers=a.layers)
     report = Report(a.out) if rank == 0 else None
     ours = Ours(a, config)
-    alone = slowest(median_s(ours.step, a.steps, 5))
+    alone = slowest(median_s(ours.step, a.steps, a.warm))
     tokens = a.batch * a.seq
     if rank == 0:
         print(

@@ -35,7 +35,7 @@ typedef struct lf_nexus lf_nexus;
 typedef struct lf_nexus_stats {
     size_t size;
     int64_t steps, collectives, bytes, late_blocks; /* blocks that finish had to flush */
-    double exposed_s;                               /* time that the step waited for its reductions, summed */
+    double exposed_s;                               /* time that steps which were not captured waited for reductions, summed */
     double p50_s, p95_s, p99_s;                     /* of one collective; of one run where the transport has runs */
     double busy_s;                                  /* time of all of them, summed */
 } lf_nexus_stats;

@@ -65,6 +65,8 @@ class StepGraph:
         self.sync = sync if sync is not None and sync.world > 1 else None
         self._overlapped = self.sync.overlap_update if overlap_update and self.sync is not None else nullcontext
         self.device = optimizer.map.torch_device
+        if self.sync is not None and self.device.type == "cuda":
+            self.sync.clock = clock
         self.reason = None
         if not enabled:
             self.reason = "switched off"

@@ -168,6 +168,7 @@ class NexusSync:
             self.map.on_abort(self._abort)
             self.map.sync = self
         self.map.on_replan(self._reopen, guard=self._before_replan)
+        self.clock = None  # a step clock that follows the model's device: told how long steps wait, captured ones too
         _syncs.add(self)
 
     def _choose(self, wanted: str | None) -> tuple:
@@ -276,7 +277,7 @@ class NexusSync:
         if leave:
             _C.nexus_flush(self.handle, stream_of(self.map.torch_device))
         else:
-            _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
+            self._wait(_C.nexus_finish)
         for b in self.map.blocks:  # one without a token here got the others' gradient
             if b.grad is not None and not self.map.holds_gradient(b):
                 b.has_grad = True
@@ -319,9 +320,18 @@ class NexusSync:
     def arrivals(self):
         """-> numbers of runs in order, each when its gradients are there in order of the current stream"""
         for run in range(len(self.runs)):
-            _C.nexus_take(self.handle, stream_of(self.map.torch_device))
+            self._wait(_C.nexus_take)
             yield run
         self._claimed = False
+
+    def _wait(self, call) -> None:
+        """nexus_finish or nexus_take, in order of the current stream; `clock` is told that it waits."""
+        stream = stream_of(self.map.torch_device)
+        if self.clock is not None:
+            _C.clock_mark_begin(self.clock, "communication", stream)
+        call(self.handle, stream)
+        if self.clock is not None:
+            _C.clock_mark_end(self.clock, "communication", stream)
 
     def land(self) -> None:
         """Wait for all that is on its way, also after an update that raised half-way."""
@@ -330,7 +340,7 @@ class NexusSync:
         elif not self._claimed:
             return
         self._claimed = False
-        _C.nexus_finish(self.handle, stream_of(self.map.torch_device))
+        self._wait(_C.nexus_finish)
         self._gather(GRAD)
 
     # ---- the sharded optimizer ----------------------------------------------------------------------------------------------

@@ -383,7 +383,7 @@ static lf_status take_runs(lf_nexus *nexus, int32_t first, int32_t end, lf_strea
     LF_TRY(lf__nexus_span_begin(nexus, first, stream));
     for (int32_t r = first; r < end; r++) LF_TRY(wait_for_run(nexus, &nexus->plan.runs[r], stream));
     LF_TRY(lf__nexus_span_end(nexus, first, stream));
-    if (!nexus->spans || !stream) nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
+    if ((!nexus->spans || !stream) && !nexus->capture) nexus->exposed_s += (double)(lf__now_ns() - began) * 1e-9;
     nexus->taken = end;
     if (end < nexus->plan.n_runs) return LF_OK;
     nexus->running = false;
@@ -403,7 +403,6 @@ static lf_status flush_step(lf_nexus *nexus, lf_stream *stream)
     LF_TRY(post_ready(nexus, stream));
     LF_TRY(lf__chain_flush(nexus));
     nexus->flushed = true;
-    if (nexus->capture) lf__nexus_spans_recapture(nexus);
 out:
     return rc;
 }
@@ -555,7 +554,6 @@ lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream)
         nexus->collectives++;
         nexus->bytes += nexus->plan.chunks[i].bytes;
     }
-    lf__nexus_span_of_replay(nexus);
 out:
     lf__unlock(nexus->mutex);
     return rc;

@@ -70,7 +70,7 @@ typedef struct nexus_schedule {
 /** Two events on the step's stream, around one wait of it; opened when first used. */
 typedef struct nexus_span {
     lf_event *from, *to;
-    bool open;     /* recorded and not yet read; of a captured step: part of the newest capture */
+    bool open;     /* recorded and not yet read */
     double last_s; /* what was read last */
 } nexus_span;
 
@@ -131,8 +131,7 @@ struct lf_nexus {
     uint64_t capture;          /* that this step is part of; 0: it runs */
     bool captured;             /* a whole step once was */
     bool ran;                  /* something of this step was posted outside a capture */
-    nexus_span *spans;         /* (SPANS + 1, n_runs), by the run that is waited for first: of steps that ran, and of the captured
-                                 one, recorded anew by every replay; NULL on the CPU */
+    nexus_span *spans;         /* (SPANS, n_runs), by the run that is waited for first, of steps that ran; NULL on the CPU */
     nexus_trace trace;
 };
 
@@ -171,11 +170,8 @@ void lf__nexus_spans_close(lf_nexus *nexus);
 /** Around one wait on `stream`, for run `run` and perhaps more. */
 lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream);
 lf_status lf__nexus_span_end(lf_nexus *nexus, int32_t run, lf_stream *stream);
-/** Add to exposed_s what is known by now; of a captured step, the newest replay whose events can be read. */
+/** Add to exposed_s what is known by now. */
 void lf__nexus_spans_read(lf_nexus *nexus);
-void lf__nexus_span_of_replay(lf_nexus *nexus);
-/** A new capture begins to record its waits. */
-void lf__nexus_spans_recapture(lf_nexus *nexus);
 
 /* nexus_shard.c */
 /** Who updates what: all of it, or this rank's share. */

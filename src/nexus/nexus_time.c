@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How long a step waited for its reductions. On a device a wait does not keep the host, so two events on the step's stream tell it,
- * read later without waiting. */
+ * read later without waiting. Of captured steps nothing is known here: an event in a graph holds its newest replay alone, which a host
+ * that is ahead cannot tell from the one before. A step clock's marks of communication serve them. */
 #include "nexus_int.h"
 
-static int32_t n_spans(const lf_nexus *nexus) { return (SPANS + 1) * nexus->plan.n_runs; }
-
-/* Of the captured step. */
-static nexus_span *captured_spans(const lf_nexus *nexus) { return nexus->spans + (ptrdiff_t)SPANS * nexus->plan.n_runs; }
+static int32_t n_spans(const lf_nexus *nexus) { return SPANS * nexus->plan.n_runs; }
 
 lf_status lf__nexus_spans_open(lf_nexus *nexus)
 {
@@ -38,14 +36,14 @@ static lf_status read_span(lf_nexus *nexus, nexus_span *span)
 void lf__nexus_spans_read(lf_nexus *nexus)
 {
     if (!nexus->spans) return;
-    for (nexus_span *span = nexus->spans; span < captured_spans(nexus); span++)
-        if (span->open) read_span(nexus, span);
+    for (int32_t i = 0; i < n_spans(nexus); i++)
+        if (nexus->spans[i].open) read_span(nexus, &nexus->spans[i]);
 }
 
 static nexus_span *span_of(lf_nexus *nexus, int32_t run, const lf_stream *stream)
 {
-    if (!nexus->spans || !stream) return NULL;
-    return (nexus->capture ? captured_spans(nexus) : nexus->spans + nexus->steps % SPANS * nexus->plan.n_runs) + run;
+    if (!nexus->spans || !stream || nexus->capture) return NULL;
+    return nexus->spans + nexus->steps % SPANS * nexus->plan.n_runs + run;
 }
 
 lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream)
@@ -56,7 +54,7 @@ lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream)
     if (!span->from) rc = lf_event_open(nexus->device, &span->from);
     if (!span->to && rc == LF_OK) rc = lf_event_open(nexus->device, &span->to);
     if (rc < 0) return rc;
-    if (span->open && !nexus->capture && read_span(nexus, span) == LF_AGAIN)
+    if (span->open && read_span(nexus, span) == LF_AGAIN)
         nexus->exposed_s += span->last_s; /* behind by SPANS */
     span->open = false;
     return lf_event_record(span->from, stream);
@@ -69,22 +67,4 @@ lf_status lf__nexus_span_end(lf_nexus *nexus, int32_t run, lf_stream *stream)
     lf_status rc = lf_event_record(span->to, stream);
     span->open = rc == LF_OK;
     return rc;
-}
-
-void lf__nexus_spans_recapture(lf_nexus *nexus)
-{
-    for (int32_t i = 0; nexus->spans && i < nexus->plan.n_runs; i++) captured_spans(nexus)[i].open = false;
-}
-
-/* The next replay may be recording the events already: a pair of two replays reads as not ready or below zero, and then the last good
- * reading stands for this step. */
-void lf__nexus_span_of_replay(lf_nexus *nexus)
-{
-    for (int32_t i = 0; nexus->spans && i < nexus->plan.n_runs; i++) {
-        nexus_span *span = &captured_spans(nexus)[i];
-        double seconds = 0;
-        if (!span->open) continue;
-        if (lf_event_elapsed(span->from, span->to, &seconds) == LF_OK && seconds >= 0) span->last_s = seconds;
-        nexus->exposed_s += span->last_s;
-    }
 }

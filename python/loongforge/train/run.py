@@ -349,7 +349,8 @@ class Run:
         now = {"comm": comm, "decode": decode, "write": write}
         spent = {k: max(now[k] - self._before[k], 0.0) for k in now}
         self._before = now
-        _C.clock_add(self.clock, "communication", spent["comm"], spent["comm"])
+        if self.device.type == "cpu":  # elsewhere the clock is told on the device
+            _C.clock_add(self.clock, "communication", spent["comm"], spent["comm"])
         _C.clock_add(self.clock, "data", spent["decode"], 0.0)
         _C.clock_add(self.clock, "io", spent["write"], 0.0)
 
