@@ -54,8 +54,7 @@ lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream)
     if (!span->from) rc = lf_event_open(nexus->device, &span->from);
     if (!span->to && rc == LF_OK) rc = lf_event_open(nexus->device, &span->to);
     if (rc < 0) return rc;
-    if (span->open && read_span(nexus, span) == LF_AGAIN)
-        nexus->exposed_s += span->last_s; /* behind by SPANS */
+    if (span->open && read_span(nexus, span) == LF_AGAIN) nexus->exposed_s += span->last_s; /* behind by SPANS */
     span->open = false;
     return lf_event_record(span->from, stream);
 }

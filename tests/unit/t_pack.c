@@ -258,7 +258,7 @@ TEST(what_is_there_is_kept_unless_it_is_a_set_and_overwrite_is_on)
     fclose(f);
     CHECK_STATUS(lf_pack_scenes(lf_test_path("a_file"), &o, NULL, NULL, NULL), LF_ERR_EXISTS);
     CHECK_STATUS(lf_pack_scenes(lf_test_path("a_file/below"), &o, NULL, NULL, NULL), LF_ERR_IO); /* a file is no folder */
-    CHECK_OK(lf_pack_scenes(lf_test_path("no/such/folder"), &o, NULL, NULL, NULL)); /* folders above are made */
+    CHECK_OK(lf_pack_scenes(lf_test_path("no/such/folder"), &o, NULL, NULL, NULL));              /* folders above are made */
     CHECK_STATUS(lf_pack_scenes("", &o, NULL, NULL, NULL), LF_ERR_INVALID);
     mkdir(beside(lf_test_path("again"), ".tmp"), 0777); /* a pack that was killed left this */
     CHECK_OK(lf_pack_scenes(lf_test_path("again"), &o, NULL, NULL, NULL));
