@@ -109,6 +109,10 @@ typedef struct lf_nexus_options {
     char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
     char mpi_library[LF_TEXT_MAX];   /* path or name; "": the one that is loaded already, or one of the usual names */
     int32_t shard_optimizer;         /* each rank gets the sums of its share alone, to update that: lf_nexus_gather */
+    int32_t probe;                   /* hybrid: measure the link when a handle opens */
+    double link_latency_us;          /* hybrid: of a small sum over all ranks */
+    double link_mb_s;                /* hybrid: 10^6 bytes of an array summed over all ranks a second; 0: not told */
+    double topk_mb_s; /* hybrid: 10^6 bytes of gradients a second through top-k; 0: measured with the link, else 500 */
 } lf_nexus_options;
 
 /** One row of the schedule. */

@@ -39,6 +39,7 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     nexus->device = lf_map_device(nexus->map);
     if (!nexus->device) return LF_FAIL(LF_ERR_STATE, "the map is not allocated; hint: lf_map_allocate before lf_nexus_open");
     rc = lf__nexus_find_kernels(nexus->device, &nexus->kernels);
+    if (rc == LF_OK) rc = lf__nexus_choose_forms(nexus);
     if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
     if (rc == LF_OK) rc = lf__nexus_spans_open(nexus);
     if (rc == LF_OK) rc = resolve_chunks(nexus);
@@ -61,6 +62,7 @@ static void free_nexus(lf_nexus *nexus)
     lf__mutex_close(nexus->mutex);
     lf__free(nexus->marked);
     lf__free(nexus->gather_ticket);
+    lf__free(nexus->why);
     lf_map_unref(nexus->map);
     lf__free(nexus);
 }
@@ -76,7 +78,7 @@ lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transpo
     LF_TRY(lf__options_take("nexus", &nexus->opts, sizeof nexus->opts, opts));
     if (lf_map_n_groups(map) == 0) LF_THROW(LF_ERR_STATE, "the map is not planned; hint: lf_map_plan before lf_nexus_open");
     LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes, nexus->opts.run_bytes));
-    LF_TRY(lf__nexus_choose_forms(nexus));
+    if (!transport) LF_TRY(lf__nexus_choose_forms(nexus));
     nexus->mutex = lf__mutex_open();
     nexus->marked = lf__alloc((size_t)nexus->plan.n_blocks);
     if (!nexus->mutex || !nexus->marked) LF_THROW(LF_ERR_NOMEM, "nexus");

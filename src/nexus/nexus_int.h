@@ -109,6 +109,7 @@ struct lf_nexus {
     lf_nexus_options opts;
     const lf__nexus_kernels *kernels;
     nexus_schedule plan;
+    char (*why)[160]; /* (n_groups) of its form, where the cost model chose it */
     lf__mutex *mutex; /* guards all below */
     uint8_t *marked;  /* by block */
     bool running;
@@ -183,8 +184,27 @@ lf_status lf__shard_check(const lf_nexus *nexus);
 /** Address of part of a chunk's gradient. */
 void *lf__nexus_data(const nexus_chunk *c, const lf_range *part);
 
+/* nexus_cost.c */
+
+/** What the cost model knows: a sum of all ranks costs latency_s + bytes / bytes_s, top-k of an array bytes / topk_bytes_s. */
+typedef struct nexus_link {
+    double latency_s, bytes_s, topk_bytes_s;
+} nexus_link;
+typedef struct nexus_cost {
+    double dense_s, sparse_s;
+    double break_even_bytes_s; /* below it sparse takes less time than dense; 0: never */
+    bool pays;                 /* by a clear margin */
+} nexus_cost;
+/** Of a group's chunks: `bytes` of gradients, of which `sent_bytes` move when they are sparse. */
+nexus_cost lf__nexus_cost(const nexus_link *link, int64_t n_chunks, int64_t bytes, int64_t sent_bytes);
+/** The link as options tell it; false: they do not. */
+bool lf__nexus_link_told(const lf_nexus_options *opts, nexus_link *link);
+/** The link as a few sums and a round of top-k show it: the slowest rank's numbers, the same on all. Collective. */
+lf_status lf__nexus_probe(lf_nexus *nexus, nexus_link *link);
+
 /* nexus_form.c */
-/** The form of each group's chunks, and why: from the map and the options alone, so that all ranks choose alike. */
+/** The form of each group's chunks, and why: from what all ranks know alike, so that they choose alike. Measures the link where that is
+ *  asked for and there is a transport; its kernels must be there then. */
 lf_status lf__nexus_choose_forms(lf_nexus *nexus);
 const char *lf__nexus_form_name(int32_t form);
 /** What a step posts for a chunk. */

@@ -6,7 +6,8 @@ static const lf_option rows[] = {
     LF_ROW_TEXT(
         S, comm_strategy, "hybrid", "hybrid|dense|sparse",
         "How gradients are summed over ranks. sparse: of experts with little load (of everything, where there are no experts) "
-        "only the largest entries, and the rest later; hybrid chooses for each group, which so far is dense for all."),
+        "only the largest entries, and the rest later; hybrid chooses sparse for groups where a slow link (probe, link_mb_s) makes it "
+        "pay, and dense where none is known."),
     LF_ROW_F64(S, k_ratio, "0.15", 1e-6, 1, "sparse: share of a chunk's entries that one step sends."),
     LF_ROW_I64(S, sparse_warmup_steps, "0", 0, 0x1p40, "sparse: so many first steps are dense."),
     LF_ROW_BOOL(S, error_feedback, "true",
@@ -27,6 +28,14 @@ static const lf_option rows[] = {
                 "NCCL: a failed collective is an error at the next call; exit: it also ends a process that does not handle it."),
     LF_ROW_F64(S, grace_s, "10", 0.1, 3600, "NCCL: seconds between a failure and the end of the process, with fail = exit."),
     LF_ROW_TEXT(S, nccl_library, "", NULL, "NCCL: path of libnccl.so.2; empty: the one PyTorch has loaded, or the loader's."),
+    LF_ROW_BOOL(
+        S, probe, "false",
+        "hybrid: measure the link at the start; which groups are sparse then depends on what is measured, so note it down."),
+    LF_ROW_F64(S, link_latency_us, "0", 0, 1e7, "hybrid: microseconds of a small sum over all ranks, where link_mb_s is told."),
+    LF_ROW_F64(S, link_mb_s, "0", 0, 1e9,
+               "hybrid: MB/s of an array that is summed over all ranks (sync bench: GB/s); 0: not told."),
+    LF_ROW_F64(S, topk_mb_s, "0", 0, 1e9,
+               "hybrid: MB/s of gradients through top-k; 0: measured together with the link, else taken as 500."),
     LF_ROW_TEXT(S, mpi_library, "", NULL,
                 "MPI: path or name of libmpi; empty: the one that is loaded already, else Open MPI's or MPICH's usual names."),
     LF_ROW_BOOL(

@@ -1,9 +1,9 @@
 $ printf '[{"name":"embed","shape":[100,64],"dtype":"bf16","layer":"embed"},{"name":"l0.qkv","shape":[64,64],"dtype":"bf16","layer":0},{"name":"l0.norm","shape":[64],"dtype":"f32","layer":0},{"name":"l0.e0","shape":[64,64],"dtype":"bf16","layer":0,"expert":0},{"name":"l0.e1","shape":[64,32],"dtype":"bf16","layer":0,"expert":1},{"name":"l0.old","shape":[9],"dtype":"bf16","layer":0,"frozen":true},{"name":"head","shape":[100,64],"dtype":"bf16","layer":"tail","tied_to":"embed"}]' > m.json
 $ loongforge sync plan m.json --chunk_bytes 16KiB --high-load-experts 1
 group      ranges   chunks              bytes                   largest chunk  form   why
-dense           3        4              42240    41.25 KiB              16384  dense  no slow link was measured
-high            1        1              16384    16.00 KiB              16384  dense  no slow link was measured
-low             1        1               8192     8.00 KiB               8192  dense  no slow link was measured
+dense           3        4              42240    41.25 KiB              16384  dense  no slow link was measured or told
+high            1        1              16384    16.00 KiB              16384  dense  no slow link was measured or told
+low             1        1               8192     8.00 KiB               8192  dense  no slow link was measured or told
 
  order   run  group  class dtype           offset       elements            bytes  form
      0     0  high       0 f32               4096           4096            16384  dense

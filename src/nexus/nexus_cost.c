@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Whether a sparse sum saves time on the link at hand: a model of three numbers, told by options or taken by a short probe. */
+#include <stdio.h>
+#include <string.h>
+
+#include "nexus_int.h"
+
+/* Sums of the probe: small ones for the latency, then larger ones while they are quick. */
+enum { PROBE_SMALL = 64, PROBE_TRIES = 3, PROBE_FIRST = 64 << 10, PROBE_MOST = 1 << 20, PROBE_TOPK = 1 << 18 };
+static const double PROBE_QUICK_S = 0.05; /* a larger sum is tried only after one that took less */
+static const double WORTH = 0.8; /* sparse must take less than this share of the dense time: forms do not change for nothing */
+static const double TOPK_MB_S = 500; /* of gradients, when nothing was measured: a core of a server's CPU */
+
+/* ---- the model -------------------------------------------------------------------------------------------------------- */
+
+nexus_cost lf__nexus_cost(const nexus_link *link, int64_t n_chunks, int64_t bytes, int64_t sent_bytes)
+{
+    const double work_s = (double)bytes / link->topk_bytes_s, more_s = (double)n_chunks * link->latency_s + work_s;
+    nexus_cost cost = {.dense_s = (double)n_chunks * link->latency_s + (double)bytes / link->bytes_s,
+                       .sparse_s = 2 * (double)n_chunks * link->latency_s + (double)sent_bytes / link->bytes_s + work_s};
+    cost.break_even_bytes_s = bytes > sent_bytes ? (double)(bytes - sent_bytes) / more_s : 0;
+    cost.pays = cost.sparse_s < WORTH * cost.dense_s;
+    return cost;
+}
+
+/* ---- told ------------------------------------------------------------------------------------------------------------- */
+
+bool lf__nexus_link_told(const lf_nexus_options *opts, nexus_link *link)
+{
+    *link = (nexus_link){.latency_s = opts->link_latency_us * 1e-6,
+                         .bytes_s = opts->link_mb_s * 1e6,
+                         .topk_bytes_s = (opts->topk_mb_s > 0 ? opts->topk_mb_s : TOPK_MB_S) * 1e6};
+    return opts->link_mb_s > 0;
+}
+
+/* ---- measured --------------------------------------------------------------------------------------------------------- */
+
+/* The largest of every rank's numbers, on all of them: a transport can only sum, so each has a place of its own. */
+static lf_status agree_on_largest(lf_nexus *nexus, double *numbers, int32_t n)
+{
+    const int32_t world = nexus->transport.world;
+    const size_t bytes = (size_t)n * (size_t)world * sizeof(double);
+    double *all = lf__alloc(bytes);
+    void *shared = NULL;
+    int64_t ticket;
+    lf_status rc = all ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "the probe of a link");
+    if (rc < 0) goto out;
+    memcpy(all + (size_t)n * (size_t)nexus->transport.rank, numbers, (size_t)n * sizeof(double));
+    LF_TRY(lf_device_alloc(nexus->device, bytes, &shared));
+    LF_TRY(lf_copy(nexus->device, shared, all, bytes, NULL));
+    LF_TRY(lf__nexus_post(nexus, shared, (int64_t)n * world, LF_DTYPE_F64, NULL, &ticket));
+    LF_TRY(lf__nexus_wait(nexus, ticket, NULL));
+    LF_TRY(lf_copy(nexus->device, all, shared, bytes, NULL));
+    for (int32_t i = 0; i < n * world; i++)
+        if (all[i] > numbers[i % n]) numbers[i % n] = all[i];
+out:
+    lf_device_free(nexus->device, shared);
+    lf__free(all);
+    return rc;
+}
+
+/* data: (count) f32; the shortest of a few sums, as the slowest rank sees it. The first, which sets up connections, is not counted. */
+static lf_status time_sum(lf_nexus *nexus, void *data, int64_t count, double *seconds)
+{
+    lf_status rc = LF_OK;
+    *seconds = 0;
+    for (int32_t i = -1; i < PROBE_TRIES; i++) {
+        int64_t ticket;
+        const int64_t began = lf__now_ns();
+        LF_TRY(lf__nexus_post(nexus, data, count, LF_DTYPE_F32, NULL, &ticket));
+        LF_TRY(lf__nexus_wait(nexus, ticket, NULL));
+        const double took = (double)(lf__now_ns() - began) * 1e-9;
+        if (i == 0 || (i > 0 && took < *seconds)) *seconds = took;
+    }
+    rc = agree_on_largest(nexus, seconds, 1);
+out:
+    return rc;
+}
+
+static lf_status probe_link(lf_nexus *nexus, void *data, nexus_link *link)
+{
+    double small_s, seconds;
+    lf_status rc = LF_OK;
+    LF_TRY(time_sum(nexus, data, PROBE_SMALL, &small_s));
+    link->latency_s = small_s;
+    for (int64_t bytes = PROBE_FIRST; bytes <= PROBE_MOST; bytes *= 4) {
+        LF_TRY(time_sum(nexus, data, bytes / 4, &seconds));
+        const double moving_s = seconds > 1.1 * small_s ? seconds - small_s : 0.1 * small_s;
+        link->bytes_s = (double)bytes / moving_s;
+        if (seconds > PROBE_QUICK_S) break;
+    }
+out:
+    return rc;
+}
+
+/* One round of the kernels of a sparse chunk. */
+static lf_status run_topk(lf_nexus *nexus, const lf_topk *t)
+{
+    lf_status rc = LF_OK;
+    for (int32_t part = LF__TOPK_FOLD; part <= LF__TOPK_SCATTER && rc == LF_OK; part++)
+        rc = lf__nexus_topk(nexus->device, nexus->kernels, t, part, NULL);
+    return rc;
+}
+
+static lf_status probe_topk(lf_nexus *nexus, void *data, nexus_link *link)
+{
+    const int64_t n = PROBE_TOPK;
+    lf_topk t = {
+        .size = sizeof t, .count = n, .k = n / 8, .data = data, .out = data, .dtype = LF_DTYPE_F32, .keep = 1, .factor = 1};
+    float *start = lf__alloc((size_t)n * sizeof(float));
+    char *room = NULL;
+    double best = 0;
+    lf_status rc = start ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "the probe of top-k");
+    if (rc < 0) goto out;
+    for (int64_t i = 0; i < n; i++) start[i] = (float)((i * 2654435761u) % 65537) - 32768;
+    LF_TRY(lf_device_alloc(nexus->device, (size_t)(n * 8 + n / 8 + lf_topk_scratch_bytes(n)), (void **)&room));
+    t.residual = (float *)room;
+    t.values = room + 4 * n;
+    t.mask = (int64_t *)(room + 8 * n);
+    t.scratch = room + 8 * n + n / 8;
+    LF_TRY(lf_fill(nexus->device, t.residual, 0, (size_t)n * 4, NULL));
+    for (int32_t i = 0; i <= PROBE_TRIES; i++) {
+        LF_TRY(lf_copy(nexus->device, data, start, (size_t)n * 4, NULL));
+        const int64_t began = lf__now_ns();
+        LF_TRY(run_topk(nexus, &t));
+        const double took = (double)(lf__now_ns() - began) * 1e-9;
+        if (i == 1 || (i > 1 && took < best)) best = took;
+    }
+    LF_TRY(agree_on_largest(nexus, &best, 1));
+    link->topk_bytes_s = (double)n * 4 / (best > 1e-9 ? best : 1e-9);
+out:
+    lf_device_free(nexus->device, room);
+    lf__free(start);
+    return rc;
+}
+
+lf_status lf__nexus_probe(lf_nexus *nexus, nexus_link *link)
+{
+    void *data = NULL;
+    lf_status rc = LF_OK;
+    LF_TRY(lf_device_alloc(nexus->device, PROBE_MOST, &data));
+    LF_TRY(lf_fill(nexus->device, data, 0, PROBE_MOST, NULL));
+    LF_TRY(probe_link(nexus, data, link));
+    LF_TRY(probe_topk(nexus, data, link));
+out:
+    lf_device_free(nexus->device, data);
+    return rc < 0 ? lf__fail_prefix(rc, "measuring the link (probe)") : rc;
+}
