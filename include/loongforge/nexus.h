@@ -106,6 +106,7 @@ typedef struct lf_nexus_options {
     int32_t register_buffers;        /* NCCL: move gradients without copies of its own, where it can */
     char fail[LF_TEXT_MAX];          /* NCCL: error | exit */
     double grace_s;                  /* NCCL: between a failure and the process's end */
+    int32_t debug;                   /* 1: compare over ranks what they do next, before each collective; not in captures */
     char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
     char mpi_library[LF_TEXT_MAX];   /* path or name; "": the one that is loaded already, or one of the usual names */
     int32_t shard_optimizer;         /* each rank gets the sums of its share alone, to update that: lf_nexus_gather */

@@ -47,6 +47,7 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc == LF_OK) rc = lf__chain_open(nexus);
     if (rc == LF_OK) rc = lf__shard_open(nexus);
     if (rc == LF_OK) rc = lf__nexus_agree(nexus);
+    if (rc == LF_OK) rc = lf__debug_open(nexus);
     return rc == LF_OK ? lf__nexus_announce_memory(nexus) : rc;
 }
 
@@ -58,6 +59,7 @@ static void free_nexus(lf_nexus *nexus)
     lf_event_close(nexus->event);
     lf__nexus_spans_close(nexus);
     lf__nexus_trace_close(nexus);
+    lf__debug_close(nexus);
     lf__nexus_schedule_free(&nexus->plan);
     lf__mutex_close(nexus->mutex);
     lf__free(nexus->marked);
@@ -222,7 +224,7 @@ static void add_time(lf_nexus *nexus, const nexus_chunk *c) { lf__nexus_add_time
 /* See which of the posted chunks are done by now. */
 static lf_status poll_posted(lf_nexus *nexus)
 {
-    if (nexus->transport.stats || nexus->chain) return LF_OK; /* they take times themselves */
+    if (nexus->transport.stats || nexus->chain || nexus->debug) return LF_OK; /* they take times themselves, or wait early */
     while (nexus->transport.query && nexus->timed < nexus->next) {
         const nexus_chunk *c = &nexus->plan.chunks[nexus->timed];
         lf_error_clear();
@@ -242,6 +244,7 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     const nexus_run *run = &nexus->plan.runs[nexus->plan.chunks[first].run];
     uint64_t capture = 0;
     lf_status rc = lf__stream_capture(stream, &capture);
+    if (rc == LF_OK) rc = lf__debug_compare(nexus, NEXUS_SUMS, first, end, 0, 0, stream);
     if (rc == LF_OK && !capture) nexus->ran = true;
     if (rc == LF_OK && capture && nexus->sparse.flushing)
         rc = LF_FAIL(LF_ERR_STATE, "this step takes residuals along, once, and is captured; hint: one eager step first");
@@ -515,6 +518,7 @@ lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dt
                  "before the backward pass, or after it");
     LF_TRY(lf__shard_check(nexus));
     rc = lf__chain_rest(nexus);
+    if (rc == LF_OK) rc = lf__debug_compare(nexus, NEXUS_BESIDE, 0, 0, count, dtype, stream);
     if (rc == LF_OK) rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
     if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, stream);
     if (rc < 0) {

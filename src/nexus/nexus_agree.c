@@ -13,9 +13,9 @@ static lf_status options_digest(const lf_nexus *nexus, uint8_t digest[16])
 {
     lf__buf text = {.max = 1 << 26};
     lf_status rc =
-        lf__buf_printf(&text, "nexus 4 %s %s %lld %lld %s %d %lld %d", nexus->transport.name, nexus->opts.comm_strategy,
+        lf__buf_printf(&text, "nexus 5 %s %s %lld %lld %s %d %lld %d %d", nexus->transport.name, nexus->opts.comm_strategy,
                        (long long)nexus->opts.chunk_bytes, (long long)nexus->opts.run_bytes, nexus->opts.reduce,
-                       nexus->plan.n_chunks, (long long)nexus->steps_before, nexus->opts.shard_optimizer);
+                       nexus->plan.n_chunks, (long long)nexus->steps_before, nexus->opts.shard_optimizer, nexus->opts.debug);
     for (int32_t i = 0; i < nexus->plan.n_chunks && rc == LF_OK && nexus->sparse.n_chunks; i++) {
         const nexus_chunk *c = &nexus->plan.chunks[i];
         if (c->form == NEXUS_SPARSE) rc = lf__buf_add(&text, &c->topk.k, sizeof c->topk.k);

@@ -185,6 +185,7 @@ static lf_status post_values(const chain_unit *u)
         if (lf__sparse_now(nexus, &chunks[i])) last = nexus->chain->last_post[i];
     if (last < 0) return LF_OK;
     lf_status rc = wait_up_to(nexus, last);
+    if (rc == LF_OK) rc = fail_at(nexus, -1, lf__debug_compare(nexus, NEXUS_VALUES, u->first, u->end, 0, 0, where(nexus->chain)));
     for (int32_t i = u->first; i < u->end && rc == LF_OK; i++)
         if (lf__sparse_now(nexus, &chunks[i])) rc = fail_at(nexus, i, lf__sparse_pack(nexus, &chunks[i], where(nexus->chain)));
     if (rc == LF_OK) rc = fail_at(nexus, -1, lf__nexus_call_run(nexus, 1, u->label));
@@ -201,6 +202,7 @@ static lf_status launch_unit(void *user)
     nexus_chain *chain = nexus->chain;
     const nexus_run *run = &nexus->plan.runs[nexus->plan.chunks[u->first].run];
     lf_status rc = stopped(chain);
+    if (rc == LF_OK) rc = fail_at(nexus, -1, lf__debug_compare(nexus, NEXUS_SUMS, u->first, u->end, 0, 0, where(chain)));
     for (int32_t i = u->first; i < u->end && rc == LF_OK; i++) rc = fail_at(nexus, i, lf__sparse_prepare(nexus, i, where(chain)));
     if (rc == LF_OK) rc = fail_at(nexus, -1, lf__nexus_call_run(nexus, 1, run->label));
     for (int32_t i = u->first; i < u->end && rc == LF_OK; i++)

@@ -101,6 +101,7 @@ typedef struct nexus_trace {
 } nexus_trace;
 
 struct nexus_chain;
+struct nexus_debug;
 
 struct lf_nexus {
     lf_map *map;
@@ -134,6 +135,7 @@ struct lf_nexus {
     bool ran;                  /* something of this step was posted outside a capture */
     nexus_span *spans;         /* (SPANS, n_runs), by the run that is waited for first, of steps that ran; NULL on the CPU */
     nexus_trace trace;
+    struct nexus_debug *debug; /* NULL: the option is off */
 };
 
 /** Cut the map's groups into chunks of at most `chunk_bytes`, order them, and gather them into runs of at most `run_bytes`.
@@ -164,6 +166,19 @@ lf_status lf__nexus_trace_open(lf_nexus *nexus);
 void lf__nexus_trace_close(lf_nexus *nexus);
 void lf__nexus_trace_post(lf_nexus *nexus, const void *data, int64_t count, int32_t dtype, int64_t ticket, lf_status rc);
 void lf__nexus_trace_wait(lf_nexus *nexus, int64_t ticket, lf_status rc);
+
+/* nexus_debug.c: the option debug. Without it nothing happens. */
+typedef enum nexus_stage { NEXUS_SUMS, NEXUS_VALUES, NEXUS_BESIDE, NEXUS_SHARES } nexus_stage;
+lf_status lf__debug_open(lf_nexus *nexus);
+void lf__debug_close(lf_nexus *nexus);
+/** A post is on its way. */
+lf_status lf__debug_posted(lf_nexus *nexus, int64_t ticket, lf_stream *stream);
+/** Its wait comes: whether a comparison has waited for it already. */
+bool lf__debug_has_waited(lf_nexus *nexus, int64_t ticket);
+/** All ranks are about to post chunks [first, end) (shares: of role `dtype`), or a sum of (count, dtype) beside them, in order of `stream`; collective.
+ *  LF_ERR_PEER: they are not. */
+lf_status lf__debug_compare(lf_nexus *nexus, nexus_stage stage, int32_t first, int32_t end, int64_t count, int32_t dtype,
+                            lf_stream *stream);
 
 /* nexus_time.c: how long the step was kept waiting, by the device's clock. On the CPU all of these do nothing. */
 lf_status lf__nexus_spans_open(lf_nexus *nexus);

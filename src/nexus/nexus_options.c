@@ -16,6 +16,9 @@ static const lf_option rows[] = {
                "Bytes of one collective: smaller ones start earlier, larger ones use the link better."),
     LF_ROW_I32(S, priority, "0", -16, 16, "Priority of the stream of a transport that opens one of its own."),
     LF_ROW_F64(S, timeout_s, "60", 0.001, 86400, "Seconds that one collective may take before the step fails."),
+    LF_ROW_BOOL(
+        S, debug, "false",
+        "Before each collective ranks compare what they are about to do, which waits for all of them: finds ranks that differ."),
     LF_ROW_TEXT(S, reduce, "mean", "mean|sum", "Divide the summed gradients by the number of ranks, or leave the sum."),
     LF_ROW_I64(
         S, run_bytes, "128MiB", 4096, 0x1p40,

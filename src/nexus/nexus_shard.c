@@ -78,7 +78,8 @@ static lf_status gather_chunks(lf_nexus *nexus, int32_t first, int32_t end, int3
     lf_status rc = LF_OK;
     for (int32_t i = first; i < end && rc == LF_OK;) {
         const nexus_run *run = &nexus->plan.runs[nexus->plan.chunks[i].run];
-        rc = lf__nexus_call_run(nexus, 1, run->label);
+        rc = lf__debug_compare(nexus, NEXUS_SHARES, i, end < run->end ? end : run->end, 0, role, stream);
+        if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
         for (; i < end && i < run->end && rc == LF_OK; i++) rc = gather_chunk(nexus, i, role, stream);
         if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 0, run->label);
     }

@@ -43,6 +43,14 @@ def test_a_stopped_rank_is_an_error_and_no_hang(tmp_path):
     assert 1 not in lines
 
 
+def test_debug_names_what_each_rank_was_about_to_do(tmp_path):
+    _, lines = ranks("desync", tmp_path)
+    assert all(line.startswith("step 2, ERR_PEER: ") and "not about to do the same" in line for line in lines.values()), lines
+    assert "a sum of 5 f64 beside the gradients; something else: rank 0, 2;" in lines[1]
+    for rank in (0, 2):
+        assert "the sums of chunk 0 to 0 of " in lines[rank] and "something else: rank 1;" in lines[rank]
+
+
 def test_words_of_gloo():
     text = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:733. This is typically caused by x.\nstack"
     assert words(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:733"

@@ -61,6 +61,22 @@ def stopped(rank: int) -> str:
     return "no error"
 
 
+def desync(rank: int) -> str:
+    """With debug every rank is told that one makes another call, instead of waiting for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    sync = NexusSync(model, timeout_s=20.0, chunk_bytes=4096, debug=True)
+    try:
+        for step in range(3):
+            if step == 2 and rank == 1:
+                sync.sum(torch.zeros(5))
+            model(torch.ones(2, 64)).sum().backward()
+            model.zero_grad()
+    except Error as error:
+        return f"step {step}, {error.args[1]}: {error.args[2]}"
+    return "no error"
+
+
 def child(case: str, folder: str, rank: int) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=600)
