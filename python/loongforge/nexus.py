@@ -21,8 +21,6 @@ from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
 # Newer names first; builds of torch without distributed have none of these.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
-GRADIENTS = (torch.float32, torch.bfloat16)
-
 _ONE_PASS = "`with sync.no_sync():` around all backward passes but the last, and no reentrant checkpointing"
 _syncs: weakref.WeakSet[NexusSync] = weakref.WeakSet()
 _END_WITHIN_S = 10.0
@@ -48,13 +46,19 @@ class TorchTransport:
 
     Called by the library from whichever thread finishes a gradient, with sparse reductions on the CPU from a worker of its own;
     `post` returns at once, `wait` blocks. A collective that failed cannot be taken back and may still write when a stopped rank
-    goes on. So what is no gradient is summed in a copy, and what failed is kept for good.
+    goes on. So what does not lie in the map is summed in a copy, and what failed is kept for good, the map too.
     """
 
     def __init__(self, device, memory, group=None, on_cpu: bool = True):
         """memory: the map's handle, in which gradients lie"""
         self.device, self.memory, self.peers = device, memory, peers.of(group)
         self.rank, self.world = self.peers.rank, self.peers.world
+        flats = [
+            torch.utils.dlpack.from_dlpack(_C.map_flat(memory, klass, 0, info["count"], GRAD))
+            for klass, info in enumerate(_C.map_classes(memory))
+            if info["role_dtype"][GRAD] and info["count"]
+        ]
+        self._planes = [(f.data_ptr(), f.data_ptr() + f.numel() * f.element_size()) for f in flats]
         self._work: dict = {}
         self._next = 0
         backend = dist.get_backend(group)
@@ -81,7 +85,8 @@ class TorchTransport:
 
     def post(self, address: int, count: int, dtype: int, stream: int) -> int:
         target, group = borrow(self.device, address, (count,), TORCH_DTYPES[dtype]), self.peers.group
-        return self._start(lambda to: dist.all_reduce(to, group=group, async_op=True), target, stream, target.dtype in GRADIENTS)
+        in_map = any(a <= address < b for a, b in self._planes)
+        return self._start(lambda to: dist.all_reduce(to, group=group, async_op=True), target, stream, in_map)
 
     def scatter(self, address: int, count: int, dtype: int, stream: int) -> int:
         target, group = borrow(self.device, address, (count,), TORCH_DTYPES[dtype]), self.peers.group
@@ -516,7 +521,7 @@ class NexusSync:
         return {"gradients": _C.nexus_recent(self.handle), "control": control}
 
     def close(self) -> None:
-        """Never waits for other ranks, also after a failure."""
+        """Never waits for other ranks, also after a failure; in the middle of a step with sparse reductions at most timeout_s."""
         self.drop()
         self.handle.close()
         if self.map.sync is self:

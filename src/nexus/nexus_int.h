@@ -6,11 +6,7 @@
 #include "base/base.h"
 #include "device/device_int.h"
 #include "loongforge/nexus.h"
-
-/** Parts of top-k: lf_topk_fold and so on. FLUSH: out = data + residual in the data's dtype, residual = what that rounds away. */
-enum { LF__TOPK_FOLD, LF__TOPK_SELECT, LF__TOPK_PACK, LF__TOPK_SCATTER, LF__TOPK_FLUSH };
-/** Scratch of a tile of entries: bins for a digit of its magnitudes, and one more number. */
-enum { LF__TOPK_TILE = 65536, LF__TOPK_BINS = 2048 };
+#include "nexus/nexus_parts.h"
 
 /** What NexusSync needs from a device besides copies. `now` 1: finished on return. */
 typedef struct lf__nexus_kernels {

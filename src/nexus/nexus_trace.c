@@ -44,8 +44,10 @@ void lf__nexus_trace_wait(lf_nexus *nexus, int64_t ticket, lf_status rc)
 static int32_t chunk_at(const nexus_schedule *plan, const void *data)
 {
     for (int32_t i = 0; i < plan->n_chunks; i++) {
-        const char *begin = plan->chunks[i].data;
-        if (begin && (const char *)data >= begin && (const char *)data < begin + plan->chunks[i].bytes) return i;
+        const nexus_chunk *c = &plan->chunks[i];
+        const char *begin = c->data;
+        if (begin && (const char *)data >= begin && (const char *)data < begin + c->bytes) return i;
+        if (c->topk.mask && (c->topk.mask == data || c->topk.values == data)) return i;
     }
     return -1;
 }

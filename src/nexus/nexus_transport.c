@@ -145,7 +145,10 @@ lf_status lf__nexus_announce_memory(lf_nexus *nexus)
                                      info.count * (int64_t)lf_dtype_bytes(dtype));
         rc = lf__nexus_answer(nexus, "memory", rc);
     }
-    return rc;
+    if (rc < 0 || !nexus->transport.memory || !nexus->sparse.wire) return rc;
+    lf_error_clear();
+    rc = nexus->transport.memory(nexus->transport.user, nexus->sparse.wire, nexus->sparse.wire_bytes);
+    return lf__nexus_answer(nexus, "memory", rc);
 }
 
 lf_status lf_nexus_describe(const lf_nexus *nexus, char *text, size_t size)

@@ -297,11 +297,11 @@ TEST(nccl_lets_the_host_run_ahead)
 
 /* ---- under NexusSync ---- */
 
-static lf_map *make_map(void)
+static lf_map *make_map_with(const lf_map_options *opts)
 {
     lf_map *map = NULL;
     char name[32];
-    if (lf_map_open(&map, NULL) < 0) return NULL;
+    if (lf_map_open(&map, opts) < 0) return NULL;
     for (int32_t l = 0; l < 3; l++)
         for (int32_t e = -1; e < 4; e++) {
             const int64_t count = 900 + 300 * e;
@@ -319,6 +319,8 @@ static lf_map *make_map(void)
     if (lf_map_plan(map) < 0 || lf_map_allocate(map, device()) < 0) fprintf(stderr, "%s\n", lf_error_text());
     return map;
 }
+
+static lf_map *make_map(void) { return make_map_with(NULL); }
 
 static float *grad_of(const lf_map *map, int32_t block, int64_t *n)
 {
@@ -436,6 +438,67 @@ TEST(nccl_registers_all_or_none)
     run_ranks(2);
     all_are(2, LF_OK);
     CHECK_EQ(fake.count("registered"), 0);
+}
+
+/* ---- the sparse form ---- */
+
+/* What is left after each step, and what would have been without it; the last step takes along what was kept back. */
+static void sparse_steps(rank *r)
+{
+    lf_map_options map_opts;
+    lf_nexus *nexus = NULL;
+    double have = 0, want = 0, after_five = 0;
+    char text[400] = "";
+    r->status = lf_options_init("map", &map_opts, sizeof map_opts);
+    map_opts.high_load_experts = 1;
+    lf_map *map = make_map_with(&map_opts);
+    if (r->status == LF_OK) r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (r->status == LF_OK) r->t.close = NULL;
+    for (int32_t step = 0; step < 6 && r->status == LF_OK; step++) {
+        if (step == 5) r->status = lf_nexus_residual_flush(nexus);
+        if (r->status == LF_OK) r->status = one_step(r, nexus, map, step);
+        for (int32_t block = 0; block < lf_map_n_blocks(map) && r->status == LF_OK; block++) {
+            int64_t n = 0;
+            const float *g = grad_of(map, block, &n);
+            for (int64_t i = 0; i < n; i++) {
+                have += (double)g[i];
+                for (int32_t s = 0; s < r->world; s++)
+                    want += is_late(s, step, block) ? 0 : (double)value(s, step * 100 + block, i) / r->world;
+            }
+        }
+        if (step == 4) after_five = have - want;
+    }
+    if (r->status == LF_OK && have != want) WRONG("after a flush %g, expected %g", have, want);
+    if (r->status == LF_OK && after_five == 0) WRONG("nothing was kept back");
+    if (r->status == LF_OK) r->status = lf_nexus_settle(nexus);
+    if (r->status == LF_OK) r->status = lf_nexus_describe(nexus, text, sizeof text);
+    if (r->status == LF_OK && !strstr(text, "3 gradient planes registered")) WRONG("describes itself as %s", text);
+    fake.capture(7);
+    if (r->status == LF_OK) r->status = lf_nexus_begin(nexus);
+    lf_status rc = LF_OK;
+    for (int32_t k = lf_map_n_blocks(map) - 1; k >= 0 && r->status == LF_OK && rc == LF_OK; k--)
+        rc = lf_nexus_mark(nexus, k, r->stream);
+    if (r->status == LF_OK && rc != LF_ERR_UNSUPPORTED) WRONG("a sparse step was captured: %s", lf_status_name(rc));
+    if (r->status == LF_OK) r->status = lf_nexus_cancel(nexus);
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
+TEST(nccl_sums_sparse_chunks)
+{
+    for (int32_t how = 0; how < 4; how++) {
+        const int32_t world = how < 2 ? 2 : 4;
+        prepare(world, sparse_steps);
+        for (int32_t i = 0; i < world; i++) {
+            snprintf(ranks[i].opts.comm_strategy, LF_TEXT_MAX, "sparse");
+            ranks[i].opts.chunk_bytes = 4096;
+            ranks[i].opts.run_bytes = how & 1 ? 4096 : 1 << 20;
+            snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "mean");
+        }
+        run_ranks(world);
+        all_are(world, LF_OK);
+        fake.capture(0);
+    }
 }
 
 /* ---- capture ---- */

@@ -6,17 +6,37 @@
 
 extern const lf__nexus_kernels lf__nexus_cuda;
 
-static lf_status scale(void *context, void *stream, int32_t now, void *data, int64_t count, int32_t dtype, float factor)
+/* The device becomes current for a launch; `before` is what was. */
+static void enter(void *context, int *before)
 {
     const int mine = ((const cuda_context *)context)->index;
-    int before = mine;
-    cudaGetDevice(&before);
-    if (before != mine) cudaSetDevice(mine);
-    cudaError_t error = lf__nexus_cuda_scale(stream, data, count, dtype == LF_DTYPE_BF16, factor);
+    *before = mine;
+    cudaGetDevice(before);
+    if (*before != mine) cudaSetDevice(mine);
+}
+
+static lf_status leave(void *context, int before, cudaError_t error, void *stream, int32_t now, const char *what)
+{
     if (error == cudaSuccess && now) error = cudaStreamSynchronize(stream);
-    lf_status rc = error == cudaSuccess ? LF_OK : lf__cuda_fail(error, "nexus scale");
-    if (before != mine) cudaSetDevice(before);
+    lf_status rc = error == cudaSuccess ? LF_OK : lf__cuda_fail(error, what);
+    if (before != ((const cuda_context *)context)->index) cudaSetDevice(before);
     return rc;
 }
 
-const lf__nexus_kernels lf__nexus_cuda = {sizeof(lf__nexus_kernels), "cuda", scale, NULL};
+static lf_status scale(void *context, void *stream, int32_t now, void *data, int64_t count, int32_t dtype, float factor)
+{
+    int before;
+    enter(context, &before);
+    return leave(context, before, lf__nexus_cuda_scale(stream, data, count, dtype == LF_DTYPE_BF16, factor), stream, now,
+                 "nexus scale");
+}
+
+static lf_status topk(void *context, void *stream, int32_t now, const lf_topk *t, int32_t part)
+{
+    static const char *const names[] = {"nexus fold", "nexus select", "nexus pack", "nexus scatter", "nexus flush"};
+    int before;
+    enter(context, &before);
+    return leave(context, before, lf__nexus_cuda_topk(stream, t, part), stream, now, names[part]);
+}
+
+const lf__nexus_kernels lf__nexus_cuda = {sizeof(lf__nexus_kernels), "cuda", scale, topk};

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file nexus_cuda.h  Launchers of nexus_cuda.cu. */
+/** @file nexus_cuda.h  Launchers of nexus_cuda.cu and nexus_cuda_topk.cu. */
 #ifndef LF_NEXUS_CUDA_H
 #define LF_NEXUS_CUDA_H
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
+
+#include "loongforge/nexus.h"
+#include "nexus/nexus_parts.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -12,6 +15,8 @@ extern "C" {
 
 /** data: (count) f32 or bf16 on the current device, multiplied in place in order of `stream`. */
 cudaError_t lf__nexus_cuda_scale(cudaStream_t stream, void *data, int64_t count, int bf16, float factor);
+/** One part of top-k (LF__TOPK_*) in order of `stream`. */
+cudaError_t lf__nexus_cuda_topk(cudaStream_t stream, const lf_topk *t, int part);
 
 #ifdef __cplusplus
 }
