@@ -6,11 +6,18 @@
 #include "cuda_slab.h"
 
 /* The few driver calls in use: name, member. */
-#define DRIVER_CALLS(X)                                                                                                     \
-    X(cuMemGetAllocationGranularity, granularity)                                                                           \
-    X(cuMemAddressReserve, reserve)                                                                                         \
-    X(cuMemAddressFree, address_free) X(cuMemCreate, create) X(cuMemRelease, release) X(cuMemMap, map) X(cuMemUnmap, unmap) \
-        X(cuMemSetAccess, set_access) X(cuGetErrorString, error_string)
+/* clang-format off */
+#define DRIVER_CALLS(X) \
+    X(cuMemGetAllocationGranularity, granularity) \
+    X(cuMemAddressReserve, reserve) \
+    X(cuMemAddressFree, address_free) \
+    X(cuMemCreate, create) \
+    X(cuMemRelease, release) \
+    X(cuMemMap, map) \
+    X(cuMemUnmap, unmap) \
+    X(cuMemSetAccess, set_access) \
+    X(cuGetErrorString, error_string)
+/* clang-format on */
 
 #define MEMBER(name, member) __typeof__(&name) member;
 static struct {
