@@ -38,6 +38,8 @@ typedef struct lf_nexus_stats {
     double exposed_s;                               /* time that steps which were not captured waited for reductions, summed */
     double p50_s, p95_s, p99_s;                     /* of one collective; of one run where the transport has runs */
     double busy_s;                                  /* time of all of them, summed */
+    double bus_bytes_s;   /* bytes * 2 (P - 1) / P over busy_s, for P ranks: what each link carries in a ring. 0 without a time */
+    double exposed_share; /* exposed_s of busy_s */
 } lf_nexus_stats;
 
 /** How bytes move between ranks. Functions return LF_OK or an error, with its text kept by lf_transport_fail. All ranks post

@@ -101,6 +101,39 @@ LF_API lf_status lf_clock_step_end(lf_clock *clock, int64_t tokens, lf_clock_sum
  *  @return LF_OK; LF_ERR_INVALID (size not set); LF_ERR_DEVICE. Threads: any. */
 LF_API lf_status lf_clock_get(lf_clock *clock, lf_clock_summary *summary);
 
+typedef struct lf_monitor lf_monitor;
+enum { LF_MONITOR_MS = 50, LF_MONITOR_KEPT = 1200 }; /* how often by default; samples that are kept: a minute of them */
+/** What a GPU reports of itself at one moment. -1: this GPU or driver does not tell. */
+typedef struct lf_monitor_sample {
+    size_t size;
+    int64_t t_ns;              /* the library's monotonic clock */
+    double sm_pct, memory_pct; /* of the driver's last sampling period: time in which a kernel ran, in which memory was busy */
+    double memory_used_bytes;  /* of all processes */
+    double sm_mhz, memory_mhz, power_w;
+    double pcie_tx_bytes_s, pcie_rx_bytes_s;
+    double nvlink_tx_bytes_s, nvlink_rx_bytes_s; /* since the sample before, all links */
+} lf_monitor_sample;
+/** Over all samples since the monitor was opened. */
+typedef struct lf_monitor_summary {
+    size_t size;
+    int64_t samples, missed;      /* missed: intervals that passed while the driver had not answered */
+    lf_monitor_sample mean, most; /* -1: never told; their t_ns: of the first and of the last sample */
+} lf_monitor_summary;
+
+/** Sample a GPU's utilisation, memory, clocks and links on a thread of its own, through NVML, found at run time. It asks the driver, never
+ *  the device's streams; one sample takes the driver some 20 ms where it measures PCIe traffic.
+ *  @param gpu "GPU-…": a UUID, which is the same whatever a process sees of the machine; or NVML's index, "0".
+ *  @param interval_ms 1 to 60000; 0: LF_MONITOR_MS.  @param library path of libnvidia-ml; NULL: the loader's.
+ *  @return LF_OK; LF_ERR_INVALID; LF_ERR_UNSUPPORTED (no NVML); LF_ERR_NOTFOUND (no such GPU); LF_ERR_DEVICE (NVML's words);
+ *  LF_ERR_NOMEM; LF_ERR_IO (no thread). On error *out is NULL. */
+LF_API lf_status lf_monitor_open(lf_monitor **out, const char *gpu, int32_t interval_ms, const char *library);
+/** Ends the thread after the sample it is taking. NULL is allowed. */
+LF_API void lf_monitor_close(lf_monitor *monitor);
+/** The newest sample but `back`.  @return LF_OK; LF_END (so many are not kept, or not there yet); LF_ERR_INVALID. Threads: any. */
+LF_API lf_status lf_monitor_latest(const lf_monitor *monitor, int32_t back, lf_monitor_sample *sample);
+/** @return LF_OK, also without a sample yet; LF_ERR_INVALID. Threads: any. */
+LF_API lf_status lf_monitor_get(const lf_monitor *monitor, lf_monitor_summary *summary);
+
 /** Options of a training run, section "train". The Python package reads them by the same rows. */
 typedef struct lf_train_options {
     size_t size;

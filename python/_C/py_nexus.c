@@ -472,9 +472,10 @@ static PyObject *nexus_stats(PyObject *self, PyObject *handle)
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_get_stats(b->nexus, &s)); /* it waits for a step that is finishing */
     if (rc < 0) return lfpy_raise(rc);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d}", "steps", (long long)s.steps, "collectives",
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "steps", (long long)s.steps, "collectives",
                          (long long)s.collectives, "bytes", (long long)s.bytes, "late_blocks", (long long)s.late_blocks,
-                         "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s);
+                         "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s,
+                         "bus_bytes_s", s.bus_bytes_s, "exposed_share", s.exposed_share);
 }
 
 /* nexus_recent(nexus) -> [{seq, state, chunk, dtype, count, bytes, seconds}, …], oldest first; chunk -1: none of the schedule */

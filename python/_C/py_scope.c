@@ -211,6 +211,78 @@ static PyObject *clock_summary(PyObject *self, PyObject *handle)
     return rc < 0 ? lfpy_raise(rc) : summary_dict(&s);
 }
 
+/* ---- the monitor ----------------------------------------------------------------------------------------------------- */
+
+static void close_monitor(void *monitor) { lf_monitor_close(monitor); }
+
+/* monitor_open(gpu, interval_ms=0, library=None) -> handle; gpu: "GPU-…" or NVML's index */
+static PyObject *monitor_open(PyObject *self, PyObject *args)
+{
+    (void)self;
+    const char *gpu, *library = NULL;
+    int interval_ms = 0;
+    lf_monitor *monitor;
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "s|iz", &gpu, &interval_ms, &library)) return NULL;
+    LFPY_FREE_GIL(rc = lf_monitor_open(&monitor, gpu, interval_ms, library));
+    return rc < 0 ? lfpy_raise(rc) : lfpy_wrap(monitor, "lf_monitor", close_monitor, NULL);
+}
+
+/* What a GPU does not tell is left out. */
+static PyObject *sample_dict(const lf_monitor_sample *s)
+{
+    const struct {
+        const char *name;
+        double value;
+    } rows[] = {{"sm_pct", s->sm_pct},
+                {"memory_pct", s->memory_pct},
+                {"memory_used_bytes", s->memory_used_bytes},
+                {"sm_mhz", s->sm_mhz},
+                {"memory_mhz", s->memory_mhz},
+                {"power_w", s->power_w},
+                {"pcie_tx_bytes_s", s->pcie_tx_bytes_s},
+                {"pcie_rx_bytes_s", s->pcie_rx_bytes_s},
+                {"nvlink_tx_bytes_s", s->nvlink_tx_bytes_s},
+                {"nvlink_rx_bytes_s", s->nvlink_rx_bytes_s}};
+    PyObject *dict = PyDict_New();
+    for (size_t i = 0; dict && i < sizeof rows / sizeof *rows; i++) {
+        if (rows[i].value < 0) continue;
+        PyObject *value = PyFloat_FromDouble(rows[i].value);
+        if (!value || PyDict_SetItemString(dict, rows[i].name, value) < 0) Py_CLEAR(dict);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+/* monitor_latest(monitor, back=0) -> {sm_pct, …}, or None when so many are not kept */
+static PyObject *monitor_latest(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle;
+    int back = 0;
+    lf_monitor_sample s = {.size = sizeof s};
+    if (!PyArg_ParseTuple(args, "O|i", &handle, &back)) return NULL;
+    lf_monitor *monitor = lfpy_get(handle, "lf_monitor");
+    if (!monitor) return NULL;
+    const lf_status rc = lf_monitor_latest(monitor, back, &s);
+    if (rc < 0) return lfpy_raise(rc);
+    if (rc == LF_END) Py_RETURN_NONE;
+    return sample_dict(&s);
+}
+
+/* monitor_summary(monitor) -> {samples, missed, mean: {sm_pct, …}, most: {…}} */
+static PyObject *monitor_summary(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    lf_monitor *monitor = lfpy_get(handle, "lf_monitor");
+    lf_monitor_summary s = {.size = sizeof s};
+    if (!monitor) return NULL;
+    const lf_status rc = lf_monitor_get(monitor, &s);
+    if (rc < 0) return lfpy_raise(rc);
+    return Py_BuildValue("{s:L,s:L,s:N,s:N}", "samples", (long long)s.samples, "missed", (long long)s.missed, "mean",
+                         sample_dict(&s.mean), "most", sample_dict(&s.most));
+}
+
 PyMethodDef lfpy_scope_methods[] = {
     {"clock_open", clock_open, METH_NOARGS, "A step clock."},
     {"clock_follow", clock_follow, METH_VARARGS, "clock_follow(clock, device, stream, depth=0): measure a device."},
@@ -225,5 +297,8 @@ PyMethodDef lfpy_scope_methods[] = {
     {"clock_step_end", clock_step_end, METH_VARARGS,
      "clock_step_end(clock, tokens) -> dict of the newest complete step or None."},
     {"clock_summary", clock_summary, METH_O, "clock_summary(clock) -> dict of all steps."},
+    {"monitor_open", monitor_open, METH_VARARGS, "Sample a GPU on a thread: (gpu, interval_ms=0, library=None)."},
+    {"monitor_latest", monitor_latest, METH_VARARGS, "The newest sample but `back`, or None."},
+    {"monitor_summary", monitor_summary, METH_O, "Means and maxima of all samples so far."},
     {NULL, NULL, 0, NULL},
 };

@@ -512,7 +512,9 @@ class NexusSync:
         return _C.nexus_chunks(self.handle)
 
     def stats(self) -> dict:
-        """Collectives, bytes, exposed seconds, p50/p95/p99 of one collective."""
+        """Collectives, bytes, exposed seconds, p50/p95/p99 of one collective; bus_bytes_s: bytes * 2 (P - 1) / P over their time,
+        as nccl-tests count; exposed_share: of their time, what steps waited. Where several are under way at once each one's
+        time counts, so both are lower bounds."""
         return _C.nexus_stats(self.handle)
 
     def recent(self) -> dict:

@@ -584,7 +584,13 @@ lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
                               .p99_s = lf__hist_percentile(&nexus->hist, 99),
                               .busy_s = nexus->hist.sum_s};
     lf__chain_unlock(nexus);
-    lf_status rc = lf__nexus_call_stats(nexus, stats);
+    int64_t timed_bytes = stats->bytes;
+    lf_status rc = lf__nexus_call_stats(nexus, stats, &timed_bytes);
+    if (stats->busy_s > 0) {
+        const double world = nexus->transport.world;
+        stats->bus_bytes_s = (double)timed_bytes * 2 * (world - 1) / world / stats->busy_s;
+        stats->exposed_share = stats->exposed_s / stats->busy_s;
+    }
     lf__unlock(nexus->mutex);
     return rc;
 }

@@ -154,7 +154,8 @@ lf_status lf__nexus_call_run(lf_nexus *nexus, int32_t open, const char *label);
 lf_status lf__nexus_call_check(lf_nexus *nexus);
 lf_status lf__nexus_call_settle(lf_nexus *nexus);
 lf_status lf__nexus_call_replayed(lf_nexus *nexus, lf_stream *stream);
-lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats);
+/** @param[in,out] timed_bytes that busy_s is the time of. */
+lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats, int64_t *timed_bytes);
 lf_status lf__nexus_announce_memory(lf_nexus *nexus);
 
 /* nexus_trace.c: the last collectives. The calls through the table write it. */

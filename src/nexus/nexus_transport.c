@@ -117,7 +117,7 @@ lf_status lf__nexus_call_replayed(lf_nexus *nexus, lf_stream *stream)
     return lf__nexus_answer(nexus, "replayed", nexus->transport.replayed(nexus->transport.user, stream, "a captured step"));
 }
 
-lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats)
+lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats, int64_t *timed_bytes)
 {
     if (!nexus->transport.stats) return LF_OK;
     lf_nexus_stats own = {.size = sizeof own};
@@ -128,6 +128,7 @@ lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats)
     stats->p95_s = own.p95_s;
     stats->p99_s = own.p99_s;
     stats->busy_s = own.busy_s;
+    *timed_bytes = own.bytes;
     return LF_OK;
 }
 

@@ -116,13 +116,19 @@ def test_term_saves_and_leaves(scenes, tmp_path, interval):
 
 def test_two_ranks_train_evaluate_and_resume(scenes, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "loongforge.train"]
-    options = ["--data", scenes, "--val_data", scenes, "--name", "two", *SMALL[:6], "--lr", "1e-3", "--vault.diff_interval", "2"]
+    options = ["--data", scenes, "--val_data", scenes, "--name", "two", *SMALL[:4], "--log_every", "1", "--lr", "1e-3"]
+    options += ["--vault.diff_interval", "2"]
     for steps, more in (("3", ()), ("5", ("--resume",))):
         args = [*command, *map(str, options), "--steps", steps, *more]
         done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
     assert summary["world"] == 2 and summary["resumed_from"] == 3 and summary["attribute_accuracy"] is not None
+    nexus, skew = summary["nexus"], summary["skew"]
+    assert nexus["bus_bytes_s"] == pytest.approx(nexus["bytes"] / nexus["busy_s"])  # 2 (P - 1) / P of two ranks is 1
+    assert 0 < nexus["exposed_share"] and nexus["p50_s"] <= nexus["p95_s"] <= nexus["p99_s"]
+    assert len(skew["ahead_s"]) == 2 and min(skew["ahead_s"]) >= 0 and skew["last_rank"] in (0, 1)
+    assert "bus bandwidth" in done.stdout and "ranks ahead of the slowest" in done.stdout
     assert [r["step"] for r in rows(tmp_path, "two")] == [1, 2, 3, 4, 5]
 
 

@@ -651,6 +651,8 @@ TEST(nexus_takes_times_when_they_end)
     CHECK_OK(lf_nexus_get_stats(nexus, &stats));
     CHECK_EQ(stats.collectives, lf_nexus_n_chunks(nexus));
     CHECK(stats.p99_s >= stats.p50_s && stats.p50_s > 0);
+    CHECK(stats.busy_s > 0 && stats.bus_bytes_s == 0); /* alone nothing is on a bus */
+    CHECK(stats.exposed_share == stats.exposed_s / stats.busy_s);
     stats.size = 3;
     CHECK_STATUS(lf_nexus_get_stats(nexus, &stats), LF_ERR_INVALID);
     lf_nexus_close(nexus);

@@ -27,6 +27,7 @@ from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
 from .fault import RunError, Watch
+from .monitor import GpuMonitor, Skew, comm_text
 from .step import FIELDS, RESULTS, LateResults, TrainStep
 
 
@@ -149,6 +150,7 @@ class Run:
             torch.cuda.set_device(self.device)
         self.clock = _C.clock_open()
         _C.clock_follow(self.clock, device_of(self.device), stream_of(self.device))
+        self.monitor, self.skew = GpuMonitor(self.device), Skew(self.ranks.world)
         auto = self.o["dtype"] == "auto"
         self.bf16 = self.o["dtype"] == "bf16" or (auto and self.device.type == "cuda")
 
@@ -262,6 +264,8 @@ class Run:
                     self.ranks.from_first(lambda plan=plan: self._keep_trace(plan), "rank 0's plan of memory")
                 self._after_step()
                 self.watch.enter("step edge")
+                if self.step % o["log_every"] == 0 and self.ranks.world > 1:
+                    self.skew.take(self.ranks.peers.gather(self.skew.mean(), "how long ranks waited for one another"))
                 self.stopped_by = self.ranks.largest(self.stop_signal, "whether a rank got a signal")
                 if self.stopped_by:
                     break
@@ -295,6 +299,8 @@ class Run:
         self.console.line(self.map.describe())
         if self.ranks.world > 1:
             self.console.line(self.sync.describe())
+        if self.monitor.note:
+            self.console.line("note: " + self.monitor.note)
         if self.sync.note:
             self.console.line("note: " + self.sync.note)
         for sentence in self.sync.ignored_environment + self.lost:
@@ -325,6 +331,7 @@ class Run:
         self._hidden_time()
         times = _C.clock_step_end(clock, 0)  # on a GPU of a step before this one, or of none
         if times is not None:
+            self.skew.add(times["exposed_s"]["communication"])
             self.times[self.began + 1 + times["step"]] = times
 
     def _next_batch(self, keep: bool):
@@ -469,10 +476,13 @@ class Run:
             "memory": self.sculptor.summary,
             "loader": self.loader.stats(),
             "nexus": self.sync.stats(),
+            "skew": self.skew.summary(),
+            "gpu": self.monitor.summary(),
             "vault": self.vault.stats(),
         }
 
     def close(self) -> None:
+        self.monitor.close()
         self.loader.close()
         self.vault.close()
         self.ranks.close()
@@ -518,6 +528,14 @@ def result_text(s: dict, where: str) -> str:
         lines.append(
             f"colour and shape words right: {100 * s['attribute_accuracy']:.1f} % of {s['attribute_words']}, "
             f"chance {100 * s['attribute_chance']:.1f} %; {kinds}"
+        )
+    if s["world"] > 1:
+        lines.append(comm_text(s["nexus"], s["skew"]))
+    if s["gpu"]:
+        mean, most = s["gpu"]["mean"], s["gpu"]["most"]
+        lines.append(
+            f"GPU: busy {mean.get('sm_pct', 0):.0f} %, memory {mean.get('memory_pct', 0):.0f} %, "
+            f"at most {most.get('memory_used_bytes', 0) / 1e9:.1f} GB in use, {s['gpu']['samples']} samples"
         )
     cut, bad = s["loader"]["cut_texts"], s["loader"]["bad_samples"]
     if cut or bad:
