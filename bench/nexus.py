@@ -44,6 +44,7 @@ VARIANTS = {
     "high priority": {"chunk_bytes": 64 * MIB, "priority": -1},
     "not registered": {"chunk_bytes": 64 * MIB, "register_buffers": False},
     "shares": {"chunk_bytes": 64 * MIB, "shard_optimizer": True},
+    "shares, 16 CTAs": {"chunk_bytes": 64 * MIB, "shard_optimizer": True, "max_ctas": 16},
 }
 
 
