@@ -40,11 +40,11 @@ VARIANTS = {
     "4 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 4},
     "8 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 8},
     "16 CTAs": {"chunk_bytes": 64 * MIB, "max_ctas": 16},
-    "16 CTAs, dense on 116 SMs": {"chunk_bytes": 64 * MIB, "max_ctas": 16, "dense_sms": 116},
+    "16 CTAs and dense on 116 SMs": {"chunk_bytes": 64 * MIB, "max_ctas": 16, "dense_sms": 116},
     "high priority": {"chunk_bytes": 64 * MIB, "priority": -1},
     "not registered": {"chunk_bytes": 64 * MIB, "register_buffers": False},
     "shares": {"chunk_bytes": 64 * MIB, "shard_optimizer": True},
-    "shares, 16 CTAs": {"chunk_bytes": 64 * MIB, "shard_optimizer": True, "max_ctas": 16},
+    "shares and 16 CTAs": {"chunk_bytes": 64 * MIB, "shard_optimizer": True, "max_ctas": 16},
 }
 
 
