@@ -40,6 +40,7 @@ typedef struct lf_nexus_stats {
     double busy_s;                                  /* time of all of them, summed */
     double bus_bytes_s;   /* bytes * 2 (P - 1) / P over busy_s, for P ranks: what each link carries in a ring. 0 without a time */
     double exposed_share; /* exposed_s of busy_s */
+    int64_t skipped, skipped_bytes; /* chunks of experts without a token anywhere, which did not move */
 } lf_nexus_stats;
 
 /** How bytes move between ranks. Functions return LF_OK or an error, with its text kept by lf_transport_fail. All ranks post
@@ -111,6 +112,7 @@ typedef struct lf_nexus_options {
     int32_t debug;                   /* 1: compare over ranks what they do next, before each collective; not in captures */
     char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
     char mpi_library[LF_TEXT_MAX];   /* path or name; "": the one that is loaded already, or one of the usual names */
+    int32_t skip_empty;              /* chunks of experts without a token on any rank do not move: lf_nexus_present */
     int32_t shard_optimizer;         /* each rank gets the sums of its share alone, to update that: lf_nexus_gather */
     int32_t probe;                   /* hybrid: measure the link when a handle opens */
     double link_latency_us;          /* hybrid: of a small sum over all ranks */
@@ -154,6 +156,14 @@ LF_API lf_status lf_nexus_describe(const lf_nexus *nexus, char *text, size_t siz
 /** Start a step's reductions: forget all marks.  @return LF_ERR_STATE (the last step was not finished, or no transport); after
  *  a failed step that step's error, for good: ranks can no longer be known to agree. Close the handle. */
 LF_API lf_status lf_nexus_begin(lf_nexus *nexus);
+/** With skip_empty: how many tokens each block's expert had on this rank, in all of this step's forward passes; told between
+ *  lf_nexus_begin and the first mark, on every rank or on none. They are summed over ranks, and the host waits for that. Chunks that
+ *  hold nothing but experts without a token anywhere are zeros on every rank: they are not posted in this step, and cleared where
+ *  the others are waited for. An expert said to be empty must have no gradient, or one of zeros. Not inside a capture.
+ *  @param tokens (number of blocks), by block; numbers of dense ones are not read. An expert whose number is not known: 1.
+ *  @return LF_ERR_INVALID (a negative number); LF_ERR_STATE (skip_empty is off; no step begun, or marks came; told already); the
+ *  transport's error, which ends the handle. */
+LF_API lf_status lf_nexus_present(lf_nexus *nexus, const int64_t *tokens);
 /** Block `index` has its final gradient in the map (in order of `stream`). Posts every chunk this completes. Marks may come
  *  from several streams: a chunk is posted behind all of them. A tied parameter marks its owner's block.
  *  @return LF_ERR_STATE (marked twice in one step, or no step begun: names the parameter); LF_ERR_INVALID (no such block, or a

@@ -8,7 +8,8 @@
 /* What a handle of kind "lf_nexus" holds. */
 typedef struct box {
     lf_nexus *nexus;
-    lf_device *device; /* the map's, borrowed: the handle keeps the map */
+    lf_map *map;       /* borrowed: the handle keeps it */
+    lf_device *device; /* the map's */
     PyObject *post, *wait, *query, *scatter, *gather;
 } box;
 
@@ -207,7 +208,7 @@ static PyObject *nexus_open(PyObject *self, PyObject *args)
         Py_XDECREF(owner);
         return PyErr_NoMemory();
     }
-    *b = (box){.device = lf_map_device(map)};
+    *b = (box){.map = map, .device = lf_map_device(map)};
     if (open_box(b, map, transport, &o) == 0) handle = lfpy_wrap(b, "lf_nexus", close_box, owner);
     else LFPY_FREE_GIL(close_box(b));
     Py_DECREF(owner);
@@ -231,6 +232,34 @@ static PyObject *nexus_begin(PyObject *self, PyObject *handle)
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_begin(b->nexus));
     return answer(rc);
+}
+
+/* nexus_present(nexus, [(block, tokens), …]): what is left out counts as one token */
+static PyObject *nexus_present(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle, *list;
+    if (!PyArg_ParseTuple(args, "OO", &handle, &list)) return NULL;
+    box *b = lfpy_get(handle, "lf_nexus");
+    const Py_ssize_t n = b ? PySequence_Size(list) : -1;
+    const int32_t n_blocks = n >= 0 ? lf_map_n_blocks(b->map) : 0;
+    int64_t *tokens = n >= 0 ? PyMem_Malloc(((size_t)n_blocks + 1) * sizeof *tokens) : NULL;
+    if (n >= 0 && !tokens) PyErr_NoMemory();
+    for (int32_t i = 0; tokens && i < n_blocks; i++) tokens[i] = 1;
+    for (Py_ssize_t i = 0; tokens && i < n && !PyErr_Occurred(); i++) {
+        PyObject *row = PySequence_GetItem(list, i);
+        int block = -1;
+        long long count = 0;
+        if (row && PyArg_ParseTuple(row, "iL", &block, &count)) {
+            if (block >= 0 && block < n_blocks) tokens[block] = count;
+            else PyErr_Format(PyExc_ValueError, "block %d, expected 0 to %d", block, (int)n_blocks - 1);
+        }
+        Py_XDECREF(row);
+    }
+    lf_status rc = LF_OK;
+    if (!PyErr_Occurred()) LFPY_FREE_GIL(rc = lf_nexus_present(b->nexus, tokens));
+    PyMem_Free(tokens);
+    return PyErr_Occurred() ? NULL : answer(rc);
 }
 
 /* The stream of a native handle; -1 with an exception. */
@@ -472,10 +501,11 @@ static PyObject *nexus_stats(PyObject *self, PyObject *handle)
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_get_stats(b->nexus, &s)); /* it waits for a step that is finishing */
     if (rc < 0) return lfpy_raise(rc);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d}", "steps", (long long)s.steps, "collectives",
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:L,s:L}", "steps", (long long)s.steps, "collectives",
                          (long long)s.collectives, "bytes", (long long)s.bytes, "late_blocks", (long long)s.late_blocks,
                          "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s,
-                         "bus_bytes_s", s.bus_bytes_s, "exposed_share", s.exposed_share);
+                         "bus_bytes_s", s.bus_bytes_s, "exposed_share", s.exposed_share, "skipped", (long long)s.skipped,
+                         "skipped_bytes", (long long)s.skipped_bytes);
 }
 
 /* nexus_recent(nexus) -> [{seq, state, chunk, dtype, count, bytes, seconds}, …], oldest first; chunk -1: none of the schedule */
@@ -542,6 +572,7 @@ static PyObject *nccl_id(PyObject *self, PyObject *args)
 PyMethodDef lfpy_nexus_methods[] = {
     {"nexus_open", nexus_open, METH_VARARGS, "The schedule of a map over a transport: None, 'loopback' or an object."},
     {"nexus_begin", nexus_begin, METH_O, "Start a step's reductions."},
+    {"nexus_present", nexus_present, METH_VARARGS, "Tokens of experts' blocks: (nexus, [(block, tokens), …])."},
     FAST(nexus_mark, "A block's gradient is final: (nexus, index, stream)."),
     FAST(nexus_finish, "Post what is left and wait: (nexus, stream)."),
     FAST(nexus_flush, "Post what is left: (nexus, stream)."),

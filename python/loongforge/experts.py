@@ -24,12 +24,15 @@ class ExpertSet:
         self.held, self.weights, self.fused = held, [tuple(row) for row in weights], fused
         self.keep_h = keep_h
         self._pass, self._awaited = held.passes, 0
+        self._counts, self._offsets = False, []  # of forwards whose tokens ranks have not told each other yet (`skip_empty`)
+        held.expert_sets.add(self)
         self.open()
 
     def open(self) -> None:
         """Again after the map was planned anew. Raises as the constructor does, and must then not be used."""
         held = self.held
         rows = [[held.block_of(p) for p in row] for row in ([self.fused] if self.fused else self.weights)]
+        self.rows = rows
         self.blocks = [b for row in rows for b in row]
         first = self.blocks[0]
         if any(b is None for b in self.blocks):
@@ -66,7 +69,9 @@ class ExpertSet:
         """Before each forward, where grad mode is still the caller's. -> what its backward must be given.
 
         A set may run several times before one backward: with several ranks its gradients are announced by the last one."""
+        self._counts = False
         if torch.is_grad_enabled() and self.trained:
+            self._counts = self.held.sync is not None and self.held.sync.counts_tokens(self)
             if self._pass != self.held.passes:  # what ran for nothing, in an evaluation say, is not waited for
                 self._pass, self._awaited = self.held.passes, 0
             self._awaited += 1
@@ -83,6 +88,8 @@ class ExpertSet:
 
     def forward(self, offset: torch.Tensor, xs: torch.Tensor):
         """offset: (e + 1) i32; xs: (rows, d) sorted by expert -> gu (regions of 2 f), h (of f; None: not kept), ys (rows, d)"""
+        if self._counts:
+            self._offsets.append(offset)
         rows = xs.shape[0]
         gu, h = xs.new_empty(rows * 2 * self.widest), xs.new_empty(rows * self.widest)
         ys = torch.empty_like(xs)
@@ -90,6 +97,19 @@ class ExpertSet:
             self.handle, stream_of(xs), offset.data_ptr(), xs.data_ptr(), gu.data_ptr(), h.data_ptr(), ys.data_ptr()
         )
         return gu, h if self.keep_h and self.trained else None, ys
+
+    def take_counts(self) -> torch.Tensor | None:
+        """(e) on the device: tokens of each expert in all forwards since the last call; None: there was none that counts."""
+        if not self._offsets:
+            return None
+        offsets, self._offsets = torch.stack(self._offsets), []
+        return offsets.diff(dim=1).sum(0)
+
+    def tokens_by_block(self, counts: list) -> list:
+        """counts: (e) -> [(index of a block, its tokens)]"""
+        if len(self.rows) != len(counts):  # all experts in the same parameters
+            counts = [sum(counts)] * len(self.rows)
+        return [(b.index, n) for row, n in zip(self.rows, counts) for b in row]
 
     def backward(self, begun: tuple, offset, xs, gu, h, dys) -> torch.Tensor:
         """begun: begin's; gu, h: forward's -> dxs (rows, d); gradients of the weights are in the map, announced."""

@@ -110,6 +110,7 @@ class ParameterMap:
         self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
         self.sync = None  # the NexusSync that reduces these gradients over several ranks
+        self.expert_sets: weakref.WeakSet = weakref.WeakSet()  # experts.ExpertSet over these blocks
         self.stale = False  # masters and moments are whole only in this rank's shares (`shard_optimizer`)
         self.adopted = None  # adopt.Adopted: the stock optimizer behind it, if accelerate took one over
         self.woven = None  # blocks.Report: mixtures of experts that accelerate took, and those that it left

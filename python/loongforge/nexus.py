@@ -210,7 +210,10 @@ class NexusSync:
         """Of each run: how many chunks; the ranges that this rank updates; of those, what it counts towards a norm."""
         chunks = _C.nexus_chunks(self.handle)
         self.sparse = self.world > 1 and any(c["form"] == "sparse" for c in chunks)
-        self.sharded = self.world > 1 and bool(_C.options_check("nexus", self.options)["shard_optimizer"])
+        options = _C.options_check("nexus", self.options)
+        self.sharded = self.world > 1 and bool(options["shard_optimizer"])
+        self.skips = self.world > 1 and bool(options["skip_empty"])
+        self._told = weakref.WeakSet()
         first = self.world == 1 or dist.get_rank(self.group) == 0
         self.run_chunks: list = []
         self.runs: list = []
@@ -253,8 +256,31 @@ class NexusSync:
         if not self._begun:
             _C.nexus_begin(self.handle)
             self._begun = True
+            if self.skips:
+                self._tell_tokens()
         self._marked.add(block.index)
         _C.nexus_mark(self.handle, block.index, stream_of(self.map.torch_device))
+
+    def _tell_tokens(self) -> None:
+        """Which experts had tokens here, in all forwards of this step. The host waits for them, and for the other ranks."""
+        self._told = weakref.WeakSet()
+        sets = [(s, counts) for s in list(self.map.expert_sets) if (counts := s.take_counts()) is not None]
+        numbers = torch.cat([counts for _, counts in sets]).tolist() if sets else []
+        tokens = []
+        for experts, counts in sets:
+            tokens += experts.tokens_by_block(numbers[: counts.numel()])
+            numbers = numbers[counts.numel() :]
+            self._told.add(experts)
+        _C.nexus_present(self.handle, tokens)
+
+    def counts_tokens(self, experts) -> bool:
+        """Whether a forward of these experts is to be counted for `skip_empty`."""
+        if self.skips and self._begun and experts in self._told:
+            raise RuntimeError(
+                "experts run forward again inside backward (checkpointing) when ranks have agreed already on which of them are "
+                "empty; hint: skip_empty = false"
+            )
+        return self.skips
 
     def _is_reduced(self, block) -> bool:
         """The block holds what the last reduction left, perhaps with autograd's next addition: nothing used or zeroed it."""
@@ -437,6 +463,8 @@ class NexusSync:
     def why_not_capturable(self) -> str | None:
         if self.sparse:
             return "sparse reductions cannot be captured: whose turn it is to select differs from step to step"
+        if self.skips:
+            return "skip_empty cannot be captured: which chunks move differs from step to step"
         if self.world > 1 and self.transport != "nccl":
             return "reductions over ranks can be captured by NexusSync's nccl transport only"
         return None

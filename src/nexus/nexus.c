@@ -46,6 +46,7 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc == LF_OK) rc = lf__sparse_open(nexus);
     if (rc == LF_OK) rc = lf__chain_open(nexus);
     if (rc == LF_OK) rc = lf__shard_open(nexus);
+    if (rc == LF_OK) rc = lf__empty_open(nexus);
     if (rc == LF_OK) rc = lf__nexus_agree(nexus);
     if (rc == LF_OK) rc = lf__debug_open(nexus);
     return rc == LF_OK ? lf__nexus_announce_memory(nexus) : rc;
@@ -65,6 +66,7 @@ static void free_nexus(lf_nexus *nexus)
     lf__free(nexus->marked);
     lf__free(nexus->gather_ticket);
     lf__free(nexus->why);
+    lf__empty_close(nexus);
     lf_map_unref(nexus->map);
     lf__free(nexus);
 }
@@ -197,11 +199,14 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
     LF_TRY(lf__shard_check(nexus));
     memset(nexus->marked, 0, (size_t)nexus->plan.n_blocks);
-    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) nexus->plan.chunks[i].n_left = nexus->plan.chunks[i].n_blocks;
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
+        nexus->plan.chunks[i].n_left = nexus->plan.chunks[i].n_blocks;
+        nexus->plan.chunks[i].skip = false;
+    }
     LF_TRY(lf__chain_begin(nexus));
     lf__sparse_begin(nexus);
     nexus->next = nexus->timed = nexus->taken = 0;
-    nexus->flushed = false;
+    nexus->flushed = nexus->told = false;
     nexus->event_used = false;
     nexus->native = NULL;
     nexus->capture = 0;
@@ -227,6 +232,10 @@ static lf_status poll_posted(lf_nexus *nexus)
     if (nexus->transport.stats || nexus->chain || nexus->debug) return LF_OK; /* they take times themselves, or wait early */
     while (nexus->transport.query && nexus->timed < nexus->next) {
         const nexus_chunk *c = &nexus->plan.chunks[nexus->timed];
+        if (c->skip) {
+            nexus->timed++;
+            continue;
+        }
         lf_error_clear();
         lf_status rc = nexus->transport.query(nexus->transport.user, c->ticket);
         if (rc == LF_AGAIN) break;
@@ -244,6 +253,8 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     const nexus_run *run = &nexus->plan.runs[nexus->plan.chunks[first].run];
     uint64_t capture = 0;
     lf_status rc = lf__stream_capture(stream, &capture);
+    while (first < end && nexus->plan.chunks[first].skip) first++;
+    if (rc == LF_OK && first == end) return LF_OK;
     if (rc == LF_OK) rc = lf__debug_compare(nexus, NEXUS_SUMS, first, end, 0, 0, stream);
     if (rc == LF_OK && !capture) nexus->ran = true;
     if (rc == LF_OK && capture && nexus->sparse.flushing)
@@ -253,6 +264,7 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     if (rc < 0) return fail_step(nexus, rc);
     for (int32_t i = first; i < end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
+        if (c->skip) continue;
         c->posted_ns = lf__now_ns();
         rc = lf__shard_post(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
@@ -268,7 +280,7 @@ static lf_status post_ready(lf_nexus *nexus, lf_stream *stream)
         const int32_t first = nexus->next;
         const int32_t end = nexus->transport.run ? nexus->plan.runs[nexus->plan.chunks[first].run].end : first + 1;
         int32_t ready = first;
-        while (ready < end && nexus->plan.chunks[ready].n_left == 0) ready++;
+        while (ready < end && (nexus->plan.chunks[ready].n_left == 0 || nexus->plan.chunks[ready].skip)) ready++;
         if (ready < end) break;
         lf_status rc = nexus->chain ? lf__chain_post(nexus, first, end, stream) : post_chunks(nexus, first, end, stream);
         if (rc < 0) return nexus->chain ? fail_step(nexus, rc) : rc;
@@ -368,8 +380,12 @@ static lf_status wait_for_run(lf_nexus *nexus, const nexus_run *run, lf_stream *
     if (nexus->chain) return lf__chain_take(nexus, (int32_t)(run - nexus->plan.runs), stream);
     for (int32_t i = run->first; i < run->end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
-        lf_status rc = lf__shard_wait(nexus, c, stream);
+        lf_status rc = c->skip ? lf__empty_clear(nexus, c, stream) : lf__shard_wait(nexus, c, stream);
         if (rc < 0) return fail_chunk(nexus, i, rc);
+        if (c->skip) {
+            nexus->timed = i >= nexus->timed ? i + 1 : nexus->timed;
+            continue;
+        }
         if (i >= nexus->timed && !nexus->capture) {
             add_time(nexus, c);
             nexus->timed = i + 1;
@@ -582,7 +598,9 @@ lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
                               .p50_s = lf__hist_percentile(&nexus->hist, 50),
                               .p95_s = lf__hist_percentile(&nexus->hist, 95),
                               .p99_s = lf__hist_percentile(&nexus->hist, 99),
-                              .busy_s = nexus->hist.sum_s};
+                              .busy_s = nexus->hist.sum_s,
+                              .skipped = nexus->skipped,
+                              .skipped_bytes = nexus->skipped_bytes};
     lf__chain_unlock(nexus);
     int64_t timed_bytes = stats->bytes;
     lf_status rc = lf__nexus_call_stats(nexus, stats, &timed_bytes);

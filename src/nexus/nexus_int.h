@@ -37,6 +37,7 @@ typedef struct nexus_chunk {
     lf_range share, rest;     /* as in lf_chunk_info */
     void *data;               /* NULL without a transport */
     int64_t ticket, posted_ns;
+    bool skip;           /* in this step: empty on every rank */
     int64_t rest_ticket; /* where a chunk has both a share and a rest */
     float factor;        /* that finish multiplies the sums by */
     int32_t form;        /* NEXUS_* */
@@ -120,6 +121,11 @@ struct lf_nexus {
     int64_t steps, collectives, bytes, late_blocks;
     double exposed_s;
     lf__hist hist;
+    int64_t *tokens;     /* (n_blocks) of this step, summed over ranks; NULL: skip_empty is off */
+    void *shared_tokens; /* the device's, for that sum */
+    uint8_t *is_expert;  /* (n_blocks) */
+    bool told;           /* in this step */
+    int64_t skipped, skipped_bytes;
     bool sharded;           /* shard_optimizer, and several ranks */
     int64_t *gather_ticket; /* (n_chunks), the first n_gathers are to be waited for */
     int32_t n_gathers;
@@ -185,6 +191,11 @@ lf_status lf__nexus_span_begin(lf_nexus *nexus, int32_t run, lf_stream *stream);
 lf_status lf__nexus_span_end(lf_nexus *nexus, int32_t run, lf_stream *stream);
 /** Add to exposed_s what is known by now. */
 void lf__nexus_spans_read(lf_nexus *nexus);
+
+/* nexus_empty.c */
+lf_status lf__empty_open(lf_nexus *nexus);
+void lf__empty_close(lf_nexus *nexus);
+lf_status lf__empty_clear(lf_nexus *nexus, const nexus_chunk *c, lf_stream *stream);
 
 /* nexus_shard.c */
 /** Who updates what: all of it, or this rank's share. */

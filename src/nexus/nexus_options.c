@@ -42,6 +42,9 @@ static const lf_option rows[] = {
     LF_ROW_TEXT(S, mpi_library, "", NULL,
                 "MPI: path or name of libmpi; empty: the one that is loaded already, else Open MPI's or MPICH's usual names."),
     LF_ROW_BOOL(
+        S, skip_empty, "false",
+        "Do not move gradients of experts without a token on any rank; the host then waits for token counts in each step."),
+    LF_ROW_BOOL(
         S, shard_optimizer, "false",
         "Each rank updates a share of every chunk and gives the weights to the others: less work and fewer bytes a step."),
 };

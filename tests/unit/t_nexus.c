@@ -659,6 +659,124 @@ TEST(nexus_takes_times_when_they_end)
     lf_map_unref(map);
 }
 
+/* ---- experts without a token ------------------------------------------------------------------------------------------- */
+
+/* Expert 1 has no token anywhere, expert 2 only on rank 0, and which of layer 2's have some depends on the step. */
+static int64_t tokens_of(int32_t rank_, int32_t step, const lf_block_info *b)
+{
+    if (b->expert < 0) return 0; /* not read */
+    if (b->expert == 1 || (b->layer == 2 && (b->expert + step) % 2)) return 0;
+    return b->expert == 2 && rank_ != 0 ? 0 : 5 + rank_;
+}
+
+static void skip_steps(rank *r)
+{
+    lf_map *map = make_map(r->grad_f32, 0);
+    lf_nexus *nexus = NULL;
+    int64_t tokens[100], empty_bytes = 0;
+    const int32_t n = lf_map_n_blocks(map);
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    for (int32_t step = 0; step < r->steps && r->status == LF_OK; step++) {
+        for (int32_t b = 0; b < n; b++) {
+            const lf_block_info info = block_at(map, b);
+            tokens[b] = tokens_of(r->t.rank, step, &info);
+            if (info.flags & LF_PARAM_FROZEN) continue;
+            write_grad(map, r->t.rank, step, b, info.expert >= 0 && tokens[b] == 0);
+        }
+        r->status = lf_nexus_begin(nexus);
+        if (r->status == LF_OK && r->opts.skip_empty) r->status = lf_nexus_present(nexus, tokens);
+        if (r->status == LF_OK && r->opts.skip_empty && lf_nexus_present(nexus, tokens) != LF_ERR_STATE) WRONG("told twice");
+        for (int32_t b = n - 1; b >= 0 && r->status == LF_OK; b--) {
+            const lf_block_info info = block_at(map, b);
+            if (info.flags & LF_PARAM_FROZEN || (info.expert >= 0 && tokens[b] == 0)) continue; /* late */
+            r->status = lf_nexus_mark(nexus, b, NULL);
+        }
+        if (r->status == LF_OK) r->status = lf_nexus_finish(nexus, NULL);
+        for (int32_t b = 0; b < n && r->status == LF_OK; b++) {
+            const lf_block_info info = block_at(map, b);
+            if (info.flags & LF_PARAM_FROZEN) continue;
+            const void *g = lf_map_address(map, &info.range, LF_ROLE_GRAD);
+            bool anyone = info.expert < 0;
+            for (int32_t s = 0; s < r->t.world; s++) anyone = anyone || tokens_of(s, step, &info) > 0;
+            if (!anyone) empty_bytes += info.range.count * (int64_t)lf_dtype_bytes(grad_dtype(map, &info));
+            for (int64_t i = 0; i < info.range.count; i++) {
+                float sum = 0;
+                for (int32_t s = 0; s < r->t.world; s++)
+                    sum += info.expert < 0 || tokens_of(s, step, &info) ? grad_of(s, step, b, i) : 0;
+                if (get(g, i, grad_dtype(map, &info)) != sum) WRONG("%s[%d] of step %d", info.name, (int)i, step);
+            }
+        }
+    }
+    r->stats = (lf_nexus_stats){.size = sizeof r->stats};
+    lf_nexus_get_stats(nexus, &r->stats);
+    if (r->status == LF_OK && r->opts.skip_empty &&
+        (r->stats.skipped_bytes == 0 || r->stats.skipped_bytes > empty_bytes + 256 * n * r->steps))
+        WRONG("%lld bytes skipped, %lld empty", (long long)r->stats.skipped_bytes, (long long)empty_bytes);
+    if (r->status == LF_OK && r->stats.collectives + r->stats.skipped != (int64_t)r->steps * lf_nexus_n_chunks(nexus))
+        WRONG("%lld collectives and %lld skipped", (long long)r->stats.collectives, (long long)r->stats.skipped);
+    if (nexus) lf_nexus_close(nexus);
+    else r->t.close(r->t.user);
+    lf_map_unref(map);
+}
+
+/* The same sums, whether what is empty everywhere moves or not; with shares too. */
+TEST(nexus_skips_what_nobody_has)
+{
+    for (int32_t world = 1; world <= MOST; world++)
+        for (int32_t how = 0; how < 3; how++) {
+            prepare(world, skip_steps);
+            for (int32_t i = 0; i < world; i++) {
+                snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "sum");
+                ranks[i].opts.skip_empty = how > 0;
+                ranks[i].steps = 3;
+                ranks[i].grad_f32 = how;
+            }
+            run_ranks(world);
+            for (int32_t i = 0; i < world; i++) {
+                if (ranks[i].status < 0) FAIL_("rank %d: %s", i, ranks[i].text);
+                CHECK_EQ(ranks[i].stats.skipped, ranks[0].stats.skipped);
+                CHECK((ranks[i].stats.skipped > 3) == (how > 0));
+            }
+        }
+}
+
+TEST(nexus_is_told_tokens_in_time)
+{
+    set_up();
+    recorder rec;
+    lf_nexus *nexus;
+    lf_map *map = make_map(1, 0);
+    int64_t tokens[100] = {0};
+    lf_nexus_options opts;
+    lf_transport t = {.size = sizeof t, .name = "recorder", .user = &rec, .world = 1, .post = record_post, .wait = record_wait};
+    open_recorder(&rec, map, 4096, &nexus);
+    CHECK_OK(lf_nexus_begin(nexus));
+    CHECK_STATUS(lf_nexus_present(nexus, tokens), LF_ERR_STATE);
+    CHECK_HAS(lf_error_text(), "without skip_empty");
+    lf_nexus_close(nexus);
+    rec = (recorder){.fail_post = -1, .fail_wait = -1};
+    CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
+    opts.skip_empty = 1;
+    CHECK_OK(lf_nexus_open(&nexus, map, &t, &opts));
+    CHECK_STATUS(lf_nexus_present(nexus, tokens), LF_ERR_STATE);
+    CHECK_OK(lf_nexus_begin(nexus));
+    tokens[3] = -1;
+    CHECK_STATUS(lf_nexus_present(nexus, tokens), LF_ERR_INVALID);
+    tokens[3] = 0;
+    mark_layer(nexus, map, -1, NULL);
+    CHECK_STATUS(lf_nexus_present(nexus, tokens), LF_ERR_STATE);
+    CHECK_HAS(lf_error_text(), "before the first mark");
+    CHECK_OK(lf_nexus_finish(nexus, NULL)); /* not told: everything moves */
+    CHECK_EQ(rec.n_posts, lf_nexus_n_chunks(nexus));
+    rec.n_posts = rec.n_waits = 0;
+    CHECK_OK(lf_nexus_begin(nexus));
+    CHECK_OK(lf_nexus_present(nexus, tokens)); /* no expert has a token: dense chunks alone move, and wait for nobody's mark */
+    CHECK_OK(lf_nexus_finish(nexus, NULL));
+    CHECK(rec.n_posts > 0 && rec.n_posts < lf_nexus_n_chunks(nexus));
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
 /* ---- streams ----------------------------------------------------------------------------------------------------------- */
 
 static lf_status slow_write(void *user)
