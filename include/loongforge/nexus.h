@@ -41,6 +41,7 @@ typedef struct lf_nexus_stats {
     double bus_bytes_s;   /* bytes * 2 (P - 1) / P over busy_s, for P ranks: what each link carries in a ring. 0 without a time */
     double exposed_share; /* exposed_s of busy_s */
     int64_t skipped, skipped_bytes; /* chunks of experts without a token anywhere, which did not move */
+    double held_s;                  /* time that lf_nexus_gate held runs back */
 } lf_nexus_stats;
 
 /** How bytes move between ranks. Functions return LF_OK or an error, with its text kept by lf_transport_fail. All ranks post
@@ -109,6 +110,8 @@ typedef struct lf_nexus_options {
     int32_t register_buffers;        /* NCCL: move gradients without copies of its own, where it can */
     char fail[LF_TEXT_MAX];          /* NCCL: error | exit */
     double grace_s;                  /* NCCL: between a failure and the process's end */
+    double launch_busy_pct;          /* lf_nexus_gate: a run waits while the device is busier than this; 0: never */
+    double launch_wait_ms;           /* and no longer than this */
     int32_t debug;                   /* 1: compare over ranks what they do next, before each collective; not in captures */
     char nccl_library[LF_TEXT_MAX];  /* path; "": the one that is loaded already, or the loader's */
     char mpi_library[LF_TEXT_MAX];   /* path or name; "": the one that is loaded already, or one of the usual names */
@@ -216,6 +219,13 @@ typedef struct lf_collective_info {
 /** The newest collective but `back`, for the report of a failure. May be called while another thread waits for the transport.
  *  @return LF_END: so many are not remembered; LF_ERR_INVALID (info->size, back negative). */
 LF_API lf_status lf_nexus_get_recent(const lf_nexus *nexus, int32_t back, lf_collective_info *info);
+
+/** How busy the device is, in percent; negative: unknown, which holds nothing back. Called with the handle locked. */
+typedef double (*lf_busy_fn)(void *user);
+/** Ask `busy` before each run is posted, and again, while it answers more than launch_busy_pct, for launch_wait_ms at most. The thread
+ *  that marks waits. What is captured is not held back. Order and results are the same; ranks need not agree.
+ *  @param busy NULL: no longer.  @return LF_ERR_STATE (launch_busy_pct is 0). */
+LF_API lf_status lf_nexus_gate(lf_nexus *nexus, lf_busy_fn busy, void *user);
 
 /** LF_OK, or the error that ended the handle, also one that the transport found while nobody called (a peer that died, a
  *  collective past its deadline). Asks no device and costs next to nothing: for once a step, and before a checkpoint is saved.

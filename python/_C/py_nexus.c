@@ -10,6 +10,7 @@ typedef struct box {
     lf_nexus *nexus;
     lf_map *map;       /* borrowed: the handle keeps it */
     lf_device *device; /* the map's */
+    PyObject *monitor; /* that the gate asks, or NULL */
     PyObject *post, *wait, *query, *scatter, *gather;
 } box;
 
@@ -133,6 +134,7 @@ static void close_box(void *handle)
     box *b = handle;
     lf_nexus_close(b->nexus);
     const PyGILState_STATE gil = PyGILState_Ensure();
+    Py_XDECREF(b->monitor);
     Py_XDECREF(b->post);
     Py_XDECREF(b->wait);
     Py_XDECREF(b->query);
@@ -501,11 +503,35 @@ static PyObject *nexus_stats(PyObject *self, PyObject *handle)
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_get_stats(b->nexus, &s)); /* it waits for a step that is finishing */
     if (rc < 0) return lfpy_raise(rc);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:L,s:L}", "steps", (long long)s.steps, "collectives",
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:L,s:L,s:d}", "steps", (long long)s.steps, "collectives",
                          (long long)s.collectives, "bytes", (long long)s.bytes, "late_blocks", (long long)s.late_blocks,
                          "exposed_s", s.exposed_s, "p50_s", s.p50_s, "p95_s", s.p95_s, "p99_s", s.p99_s, "busy_s", s.busy_s,
                          "bus_bytes_s", s.bus_bytes_s, "exposed_share", s.exposed_share, "skipped", (long long)s.skipped,
-                         "skipped_bytes", (long long)s.skipped_bytes);
+                         "skipped_bytes", (long long)s.skipped_bytes, "held_s", s.held_s);
+}
+
+static double busy_pct(void *monitor)
+{
+    lf_monitor_sample s = {.size = sizeof s};
+    return lf_monitor_latest(monitor, 0, &s) == LF_OK ? s.sm_pct : -1;
+}
+
+/* nexus_gate(nexus, monitor or None): hold runs back while the monitor's GPU is busier than launch_busy_pct */
+static PyObject *nexus_gate(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *handle, *object;
+    lf_status rc;
+    if (!PyArg_ParseTuple(args, "OO", &handle, &object)) return NULL;
+    box *b = lfpy_get(handle, "lf_nexus");
+    lf_monitor *monitor = b && object != Py_None ? lfpy_get(object, "lf_monitor") : NULL;
+    if (!b || (object != Py_None && !monitor)) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_gate(b->nexus, monitor ? busy_pct : NULL, monitor));
+    if (rc < 0) return lfpy_raise(rc);
+    PyObject *before = b->monitor;
+    b->monitor = monitor ? Py_NewRef(object) : NULL;
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
 }
 
 /* nexus_recent(nexus) -> [{seq, state, chunk, dtype, count, bytes, seconds}, …], oldest first; chunk -1: none of the schedule */
@@ -593,6 +619,7 @@ PyMethodDef lfpy_nexus_methods[] = {
     {"nccl_version", nccl_version, METH_VARARGS, "Version of the NCCL that would be used, as number and text."},
     {"nccl_id", nccl_id, METH_VARARGS, "Bytes by which ranks meet, made on one of them."},
     {"nexus_chunks", nexus_chunks, METH_O, "The schedule, a dict a chunk, in the order of posting."},
+    {"nexus_gate", nexus_gate, METH_VARARGS, "Hold runs back while a monitor's GPU is busy: (nexus, monitor or None)."},
     {"nexus_recent", nexus_recent, METH_O, "The last collectives, oldest first."},
     {"nexus_stats", nexus_stats, METH_O, "Counts and times so far."},
     {NULL, NULL, 0, NULL},

@@ -165,6 +165,7 @@ class NexusSync:
         self.map.require_whole("a new NexusSync")
         self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
+        self._gate = None
         self._open()
         self.broadcast_state()
         if self.world > 1:  # alone there is nothing to move, and a captured step wants no call into the transport
@@ -241,6 +242,8 @@ class NexusSync:
     def _reopen(self) -> None:
         self.handle.close()
         self._open()
+        if self._gate is not None:
+            self.gate(self._gate)
 
     def _abort(self) -> None:
         """A backward pass raised before its end: the ranks cannot agree any more on what was reduced."""
@@ -544,6 +547,12 @@ class NexusSync:
         as nccl-tests count; exposed_share: of their time, what steps waited. Where several are under way at once each one's
         time counts, so both are lower bounds."""
         return _C.nexus_stats(self.handle)
+
+    def gate(self, monitor) -> None:
+        """Hold runs of collectives back while this monitor's GPU (a handle of `_C.monitor_open`) is busier than the option
+        launch_busy_pct, for launch_wait_ms at most. None: no longer; before the monitor is closed."""
+        _C.nexus_gate(self.handle, monitor)
+        self._gate = monitor
 
     def recent(self) -> dict:
         """The last collectives, oldest first: {"gradients": the handle's, sums beside the steps too, "control": the group's}."""

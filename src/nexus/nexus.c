@@ -282,6 +282,8 @@ static lf_status post_ready(lf_nexus *nexus, lf_stream *stream)
         int32_t ready = first;
         while (ready < end && (nexus->plan.chunks[ready].n_left == 0 || nexus->plan.chunks[ready].skip)) ready++;
         if (ready < end) break;
+        lf_status held = lf__gate_hold(nexus, stream);
+        if (held < 0) return fail_step(nexus, held);
         lf_status rc = nexus->chain ? lf__chain_post(nexus, first, end, stream) : post_chunks(nexus, first, end, stream);
         if (rc < 0) return nexus->chain ? fail_step(nexus, rc) : rc;
         nexus->next = end;
@@ -595,6 +597,7 @@ lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
                               .bytes = nexus->bytes,
                               .late_blocks = nexus->late_blocks,
                               .exposed_s = nexus->exposed_s,
+                              .held_s = nexus->held_s,
                               .p50_s = lf__hist_percentile(&nexus->hist, 50),
                               .p95_s = lf__hist_percentile(&nexus->hist, 95),
                               .p99_s = lf__hist_percentile(&nexus->hist, 99),

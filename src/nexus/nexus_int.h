@@ -137,6 +137,9 @@ struct lf_nexus {
     bool ran;                  /* something of this step was posted outside a capture */
     nexus_span *spans;         /* (SPANS, n_runs), by the run that is waited for first, of steps that ran; NULL on the CPU */
     nexus_trace trace;
+    lf_busy_fn busy; /* NULL: nothing is held back */
+    void *busy_user;
+    double held_s;
     struct nexus_debug *debug; /* NULL: the option is off */
 };
 
@@ -169,6 +172,9 @@ lf_status lf__nexus_trace_open(lf_nexus *nexus);
 void lf__nexus_trace_close(lf_nexus *nexus);
 void lf__nexus_trace_post(lf_nexus *nexus, const void *data, int64_t count, int32_t dtype, int64_t ticket, lf_status rc);
 void lf__nexus_trace_wait(lf_nexus *nexus, int64_t ticket, lf_status rc);
+
+/* nexus_gate.c: before something is posted in order of `stream`. */
+lf_status lf__gate_hold(lf_nexus *nexus, lf_stream *stream);
 
 /* nexus_debug.c: the option debug. Without it nothing happens. */
 typedef enum nexus_stage { NEXUS_SUMS, NEXUS_VALUES, NEXUS_BESIDE, NEXUS_SHARES } nexus_stage;

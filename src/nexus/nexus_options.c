@@ -19,6 +19,9 @@ static const lf_option rows[] = {
     LF_ROW_BOOL(
         S, debug, "false",
         "Before each collective ranks compare what they are about to do, which waits for all of them: finds ranks that differ."),
+    LF_ROW_F64(S, launch_busy_pct, "0", 0, 100,
+               "Hold a run of collectives back while the GPU's sampled utilisation is above this, in %; 0: never."),
+    LF_ROW_F64(S, launch_wait_ms, "2", 0, 60000, "Longest time that a run is held back for launch_busy_pct."),
     LF_ROW_TEXT(S, reduce, "mean", "mean|sum", "Divide the summed gradients by the number of ranks, or leave the sum."),
     LF_ROW_I64(
         S, run_bytes, "128MiB", 4096, 0x1p40,

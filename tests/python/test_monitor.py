@@ -38,6 +38,15 @@ def test_a_gpu_tells():
     monitor.close()
 
 
+def test_nothing_is_held_back_without_a_monitor():
+    sync = loongforge.NexusSync(torch.nn.Linear(2, 2), launch_busy_pct=90)
+    with pytest.raises(TypeError):
+        sync.gate(3)
+    sync.gate(None)
+    assert sync.stats()["held_s"] == 0
+    sync.close()
+
+
 def test_skew_is_how_much_longer_a_rank_waits():
     skew = Skew(3)
     assert skew.summary() is None and skew.mean() is None

@@ -166,6 +166,12 @@ def test_micro_steps_are_the_whole_batch_in_parts(scenes, tmp_path):
     )
 
 
+def test_holding_back_needs_somebody_who_tells(scenes, tmp_path):
+    args = ("--data", scenes, "--name", "g", "--steps", "2", "--device", "cpu", "--nexus.launch_busy_pct", "80", *SMALL)
+    _, err = train(tmp_path, *args, expect=1)
+    assert "launch_busy_pct is 80, expected 0: nothing tells how busy it is: the model is on cpu" in one_line(err)
+
+
 def test_bf16_weights_train_on_the_cpu(scenes, tmp_path):
     train(tmp_path, "--data", scenes, "--name", "b", "--steps", "4", "--dtype", "bf16", *SMALL)
     got = [r["loss"] for r in rows(tmp_path, "b")]

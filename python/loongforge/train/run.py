@@ -199,6 +199,13 @@ class Run:
         nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
         self.map.on_backward_end(lambda: self.watch.enter("reduction"))  # before NexusSync's own
         self.sync = self.watch.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
+        if nexus["launch_busy_pct"] > 0:
+            if self.monitor.handle is None:
+                why = self.monitor.note or f"the model is on {self.device}"
+                raise RunError(
+                    f"launch_busy_pct is {nexus['launch_busy_pct']:g}, expected 0: nothing tells how busy it is: {why}"
+                )
+            self.sync.gate(self.monitor.handle)
         self.model.reduce_stats = self.sync.reduce_stats
         self.step_of = TrainStep(
             self.model,
@@ -482,6 +489,8 @@ class Run:
         }
 
     def close(self) -> None:
+        if self.sync.options["launch_busy_pct"] > 0:
+            self.sync.gate(None)
         self.monitor.close()
         self.loader.close()
         self.vault.close()
