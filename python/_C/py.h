@@ -42,7 +42,7 @@ static inline void *lfpy_ptr(unsigned long long address) { return (void *)(uintp
 
 /** Adds the functions of one file to the module. One array a file, listed in py_module.c. */
 extern PyMethodDef lfpy_base_methods[], lfpy_device_methods[], lfpy_map_methods[], lfpy_loader_methods[], lfpy_vault_methods[],
-    lfpy_loom_methods[], lfpy_loom_dense_methods[], lfpy_nexus_methods[], lfpy_sculptor_methods[], lfpy_scope_methods[],
-    lfpy_experts_methods[], lfpy_topk_methods[];
+    lfpy_loom_methods[], lfpy_loom_dense_methods[], lfpy_nexus_methods[], lfpy_mpi_methods[], lfpy_sculptor_methods[],
+    lfpy_scope_methods[], lfpy_experts_methods[], lfpy_topk_methods[];
 
 #endif

@@ -121,9 +121,10 @@ int lfpy_options(const char *section, void *options, size_t size, PyObject *dict
 
 static int add_methods(PyObject *module)
 {
-    PyMethodDef *const files[] = {lfpy_base_methods,     lfpy_device_methods, lfpy_map_methods,        lfpy_loader_methods,
-                                  lfpy_vault_methods,    lfpy_loom_methods,   lfpy_loom_dense_methods, lfpy_nexus_methods,
-                                  lfpy_sculptor_methods, lfpy_scope_methods,  lfpy_experts_methods,    lfpy_topk_methods};
+    PyMethodDef *const files[] = {lfpy_base_methods,  lfpy_device_methods,   lfpy_map_methods,        lfpy_loader_methods,
+                                  lfpy_vault_methods, lfpy_loom_methods,     lfpy_loom_dense_methods, lfpy_nexus_methods,
+                                  lfpy_mpi_methods,   lfpy_sculptor_methods, lfpy_scope_methods,      lfpy_experts_methods,
+                                  lfpy_topk_methods};
     for (size_t i = 0; i < sizeof files / sizeof *files; i++)
         if (PyModule_AddFunctions(module, files[i]) < 0) return -1;
     return 0;

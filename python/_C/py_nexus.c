@@ -172,14 +172,15 @@ static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_opt
     lf_status rc = LF_OK;
     if (PyUnicode_Check(transport)) {
         if (!word) return -1;
-        if (strcmp(word, "loopback") != 0) {
+        if (strcmp(word, "loopback") != 0 && strcmp(word, "mpi") != 0) {
             PyErr_Format(
                 PyExc_ValueError,
-                "transport is '%s', expected 'loopback', ('nccl', rank, world, id) or an object with rank, world, post, wait",
+                "transport is '%s', expected 'loopback', 'mpi', ('nccl', rank, world, id) or an object with rank, world, post, wait",
                 word);
             return -1;
         }
-        rc = lf_loopback_open(1, &t);
+        if (word[0] == 'm') LFPY_FREE_GIL(rc = lf_mpi_open(o, b->device, &t));
+        else rc = lf_loopback_open(1, &t);
     } else if (PyTuple_Check(transport)) {
         if ((rc = open_nccl(b, transport, o, &t)) == LF_AGAIN) return -1; /* an exception is set */
     } else if (transport != Py_None && adopt_object(b, transport, &t) < 0) {
@@ -193,7 +194,7 @@ static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_opt
     return rc < 0 ? -1 : 0;
 }
 
-/* nexus_open(map, transport, dict or None) -> handle. transport: None (the schedule alone), "loopback" (one rank),
+/* nexus_open(map, transport, dict or None) -> handle. transport: None (the schedule alone), "loopback" (one rank), "mpi",
  * ("nccl", rank, world, id), or an object: rank, world, post(address, count, dtype, stream) -> ticket, wait(ticket, stream, timeout_s), optional query(ticket) -> bool,
  * scatter and gather like post. */
 static PyObject *nexus_open(PyObject *self, PyObject *args)

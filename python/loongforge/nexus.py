@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, nccl, peers, residual
+from . import _C, mpi, nccl, peers, residual
 from .copies import StaysBehind
 from .mapping import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, WEIGHT, ParameterMap, current, map_of, refuse_wrapper
 from .streams import DTYPES, TORCH_DTYPES, borrow, stream_of
@@ -30,7 +30,7 @@ _END_WITHIN_S = 10.0
 def _close_all() -> None:
     """While the interpreter and the GPU still work: threads of a handle must not outlive them."""
     for sync in list(_syncs):
-        if sync.transport == "nccl" or sync.sparse:  # a worker may call Python
+        if sync.transport in ("nccl", "mpi") or sync.sparse:  # a worker may call Python
             sync.close()
     if peers.abandoned:  # gloo waits in its destructor for what it cannot finish, by default for half an hour
         faulthandler.dump_traceback_later(_END_WITHIN_S, exit=True)
@@ -136,6 +136,7 @@ class NexusSync:
     Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.
     transport: "nccl" sums by NCCL on a communicator of its own, "torch" through the process group; default: nccl where every rank
     has a GPU of its own, else torch, and `note` says why. The group only helps ranks meet then, so gloo will do.
+    "mpi": ranks that mpirun or srun started; torch.distributed is not needed.
     shard_optimizer=True: each rank gets the sums of its share, `loongforge.AdamW` updates that, and the weights go to all ranks
     within `step()`. Gradients stay with the optimizer as in `overlap_update`; before masters or moments are read all ranks call
     `gather_state()`.
@@ -158,10 +159,10 @@ class NexusSync:
         self.options = dict(options, comm_strategy=comm_strategy)
         if priority is not None:
             self.options["priority"] = priority
-        self.group = group
-        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.group = mpi.peers(self.options) if transport == "mpi" else group
+        self.world = peers.world_of(self.group)
         if self.world > 1:
-            peers.of(group).timeout_s = _C.options_check("nexus", self.options)["timeout_s"]
+            peers.of(self.group).timeout_s = _C.options_check("nexus", self.options)["timeout_s"]
         self.map.require_whole("a new NexusSync")
         self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
@@ -179,15 +180,20 @@ class NexusSync:
 
     def _choose(self, wanted: str | None) -> tuple:
         """-> name of the transport, and what a user should know about that. Collective."""
-        if wanted not in (None, "nccl", "torch"):
-            raise ValueError(f"transport is {wanted!r}, expected 'nccl' or 'torch'")
+        if wanted not in (None, "nccl", "torch", "mpi"):
+            raise ValueError(f"transport is {wanted!r}, expected 'nccl', 'torch' or 'mpi'")
+        by_mpi = self.world > 1 and isinstance(peers.of(self.group), mpi.MpiPeers)
+        if wanted == "torch" and by_mpi:
+            raise RuntimeError("transport torch needs torch.distributed, which is not initialised: the ranks are MPI's")
         if self.world == 1:
             return "loopback", None
-        if wanted == "torch":
-            return "torch", None
+        if wanted in ("torch", "mpi"):
+            return wanted, None
         why = nccl.why_not(self.map.torch_device, self.group, self.options)
         if why and wanted == "nccl":
             raise RuntimeError(f"transport nccl cannot be used: {why}")
+        if why and by_mpi:
+            return "mpi", None
         if why and self.map.torch_device.type == "cuda":
             return "torch", f"gradients go through torch.distributed: {why}"
         return ("torch" if why else "nccl"), None
@@ -215,7 +221,7 @@ class NexusSync:
         self.sharded = self.world > 1 and bool(options["shard_optimizer"])
         self.skips = self.world > 1 and bool(options["skip_empty"])
         self._told = weakref.WeakSet()
-        first = self.world == 1 or dist.get_rank(self.group) == 0
+        first = self.world == 1 or peers.of(self.group).rank == 0
         self.run_chunks: list = []
         self.runs: list = []
         self.counted: list = []
@@ -417,7 +423,7 @@ class NexusSync:
             for role, dtype in enumerate(info["role_dtype"]):
                 if dtype and role != GRAD and info["count"]:
                     flat = torch.utils.dlpack.from_dlpack(_C.map_flat(self.map.handle, klass, 0, info["count"], role))
-                    if dist.get_rank(self.group):
+                    if peers.of(self.group).rank:
                         flat.zero_()
                     self._sum_words(flat.view(torch.int64))  # bits of rank 0 and nothing: exact
         self.map.weights_written(self.map.blocks)
@@ -595,7 +601,7 @@ def nccl_allreduce(grad: torch.Tensor, chunk_size: int = 16 << 20, group=None) -
         raise ValueError(f"chunk_size is {chunk_size}, expected 1 or more bytes")
     if not grad.is_contiguous():
         raise ValueError("grad is not contiguous; hint: grad.contiguous()")
-    if not (dist.is_available() and dist.is_initialized()):
+    if peers.torch_world_of(group, "nccl_allreduce") == 1:
         return grad
     flat = grad.view(-1)
     step = max(1, chunk_size // grad.element_size())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a process group: small collectives that end within a deadline, are named in errors and are remembered.
+"""The ranks of a process group, or of MPI: small collectives that end within a deadline, are named in errors and are remembered.
 
 Gradients go through NexusSync; this is for what ranks tell each other beside them.
 """
@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -39,8 +40,37 @@ def words(error: BaseException) -> str:
     return text.split(". This is typically", 1)[0].rstrip(".")
 
 
+_mpi: Peers | None = None  # where mpirun or srun started the ranks
+
+
+def join_mpi(ranks: Peers | None) -> None:
+    """The run's ranks are MPI's from now on, unless torch.distributed is initialised. None: no longer."""
+    global _mpi
+    _mpi = ranks
+
+
+def _by_torch() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_of(group=None) -> int:
+    """How many ranks there are; 1 where nothing says otherwise."""
+    return of(group).world if isinstance(group, Peers) or _by_torch() or _mpi else 1
+
+
+def torch_world_of(group, call: str) -> int:
+    """The same for a call that works over torch.distributed alone: ranks of MPI are refused, not taken for one."""
+    if not _by_torch() and world_of(group) > 1:
+        raise RuntimeError(f"{call} works over torch.distributed, which is not initialised; hint: NexusSync sums over MPI")
+    return world_of(group)
+
+
 def of(group=None) -> Peers:
     """The one object of this group in this process."""
+    if isinstance(group, Peers):
+        return group
+    if _mpi is not None and not _by_torch():
+        return _mpi
     key = group if group is not None else dist.group.WORLD
     if key not in _groups:
         _groups[key] = Peers(group)
@@ -53,9 +83,10 @@ class Peers:
     All ranks call the same in the same order. Each call takes `what`, words for errors and reports.
     """
 
-    def __init__(self, group=None):
+    def __init__(self, group=None, ranks: tuple | None = None):
+        """ranks: (rank, world) of ranks that are no process group's"""
         self._group, self.timeout_s = weakref.ref(group) if group is not None else lambda: None, None
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world = ranks or (dist.get_rank(group), dist.get_world_size(group))
         self._recent: deque = deque(maxlen=KEPT)
         self._n = 0
 
@@ -154,23 +185,30 @@ class Peers:
     # ---- one call -----------------------------------------------------------------------------------------------------------
 
     def _run(self, what: str, call, *args) -> None:
-        n_bytes = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
+        work = None
+        with self._recorded(what, sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))):
+            try:
+                work = call(*args, group=self.group, async_op=True)
+                self.wait(work, self.timeout_s)
+            except BaseException as error:
+                abandoned.append((work, args))
+                if isinstance(error, PeerError):
+                    raise type(error)(f"{what}: {error}") from error
+                raise
+
+    @contextmanager
+    def _recorded(self, what: str, n_bytes: int):
         row = {"seq": self._n, "what": what, "bytes": n_bytes, "state": "under way", "began": time.monotonic()}
         self._n += 1
         self._recent.append(row)
-        work = None
         try:
-            work = call(*args, group=self.group, async_op=True)
-            self.wait(work, self.timeout_s)
-        except BaseException as error:
+            yield
+            row["state"] = "done"
+        except BaseException:
             row["state"] = "failed"
-            abandoned.append((work, args))
-            if isinstance(error, PeerError):
-                raise type(error)(f"{what}: {error}") from error
             raise
         finally:
             row["seconds"] = time.monotonic() - row["began"]
-        row["state"] = "done"
 
     def wait(self, work, limit: float | None) -> None:
         """Until a collective is done, for `limit` seconds at most. PeerError, PeerTimeout."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C
+from . import _C, peers
 from .streams import DTYPES, device_of, stream_of
 
 _FOLD, _SELECT, _PACK, _SCATTER = range(4)
@@ -47,7 +47,7 @@ def topk_allreduce(grad: torch.Tensor, k_ratio: float = 0.15, group=None, residu
     def run(part: int) -> None:
         _C.topk(device_of(grad), part, addresses, (n, k, DTYPES[grad.dtype]), stream_of(grad))
 
-    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    world = peers.torch_world_of(group, "topk_allreduce")
     turn = _turns[group] = (_turns.get(group, -1) + 1) % world
     run(_FOLD)
     if world == 1 or dist.get_rank(group) == turn:

@@ -9,7 +9,6 @@ import shutil
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from . import _C, peers
@@ -50,8 +49,8 @@ class CheckpointVault:
             warnings.warn(f"{name}: checkpoints hold weights, no optimizer state; hint: loongforge.AdamW", stacklevel=2)
             self.optimizer = None
         self.group = group
-        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-        self.writes = self.world == 1 or dist.get_rank(group) == 0
+        self.world = peers.world_of(group)
+        self.writes = self.world == 1 or peers.of(group).rank == 0
         self.save_dir, self.base_model_path = os.fspath(save_dir), base_model_path and os.fspath(base_model_path)
         self.options = _C.options_check("vault", dict(options, diff_interval=diff_interval))
         self.handle = None

@@ -42,7 +42,7 @@ def test_the_cpu_cannot(alone):
 
 
 def test_transports_by_name():
-    with pytest.raises(ValueError, match="transport is 'pigeon', expected 'nccl' or 'torch'"):
+    with pytest.raises(ValueError, match="transport is 'pigeon', expected 'nccl', 'torch' or 'mpi'"):
         NexusSync(nn.Linear(2, 2), transport="pigeon")
     gc.collect()
     model = nn.Linear(2, 2)

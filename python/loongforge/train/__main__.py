@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m loongforge.train [--config FILE.toml] [--key value] [--section.key value]; also under torchrun."""
+"""python -m loongforge.train [--config FILE.toml] [--key value] [--section.key value]; also under torchrun, mpirun and srun."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .. import _C, Error, peers
+from .. import _C, Error, mpi, peers
 from ..acceleration import accelerate
 from ..loader import DataFusionLoader, LMDataset
 from ..models.gr00t_n16 import Gr00tN16, preset
@@ -40,18 +40,29 @@ def _number(name: str, default: int) -> int:
 
 
 class Ranks:
-    """torchrun's environment: rank, world, and a gloo group when there is more than one."""
+    """Rank and world by the environment: torchrun's with a gloo group, else mpirun's or srun's with MPI."""
 
     def __init__(self):
-        self.world, self.rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+        told = mpi.launched() if "WORLD_SIZE" not in os.environ else None
+        self.by_mpi = told is not None
+        self.rank, self.world, self.local_rank = told or (_number("RANK", 0), _number("WORLD_SIZE", 1), None)
+        if self.local_rank is None:
+            self.local_rank = _number("LOCAL_RANK", self.rank)
         self.owns, self.store, self.peers = False, None, None
         if not 0 <= self.rank < self.world:
             raise RunError(
                 f"RANK is {self.rank} of WORLD_SIZE {self.world}, expected 0 to {self.world - 1}; hint: torchrun sets both"
             )
 
-    def meet(self, timeout_s: float) -> None:
-        """timeout_s: the deadline of what ranks do together from then on."""
+    def meet(self, options: dict) -> None:
+        """options: section [nexus]; timeout_s is the deadline of what ranks do together from then on."""
+        if self.by_mpi:
+            try:
+                self.peers = mpi.peers(options)
+            except RuntimeError as error:
+                raise RunError(str(error)) from error
+            self.rank, self.world = self.peers.rank, self.peers.world
+            return
         if self.world > 1 and not dist.is_initialized():
             wait_s = _number("LOONGFORGE_RENDEZVOUS_S", 120)
             ended = []
@@ -69,7 +80,7 @@ class Ranks:
             self.owns = True
         if self.world > 1:
             self.peers = peers.of()
-            self.peers.timeout_s = timeout_s
+            self.peers.timeout_s = options["timeout_s"]
 
     def _meet(self, limit: timedelta, ended: list) -> None:
         try:
@@ -93,6 +104,8 @@ class Ranks:
         if self.owns:
             self.peers.barrier("the end of the run")  # no rank takes its end of a connection away while another still works
             dist.destroy_process_group()
+        elif self.by_mpi:
+            self.peers.close()
 
 
 def learning_rate(options: dict, step: int) -> float:
@@ -113,7 +126,7 @@ class Run:
         self.ranks = Ranks()
         watch.joins(self.ranks, self.dir)
         watch.enter("meeting")
-        self.ranks.meet(config["nexus"]["timeout_s"])
+        self.ranks.meet(config["nexus"])
         watch.enter("set-up")
         self.stop_signal = 0  # that this rank got
         self.stopped_by = 0  # that a rank got: all ranks agree on it at a step edge
@@ -136,7 +149,7 @@ class Run:
     def _device(self) -> None:
         """auto: this rank's GPU where there is one and the library has its CUDA side, otherwise the CPU, and why is said."""
         wanted, self.device_note = self.o["device"], ""
-        local = _number("LOCAL_RANK", self.ranks.rank)
+        local = self.ranks.local_rank
         if wanted in ("auto", "cuda"):
             wanted = f"cuda:{local}" if wanted == "cuda" or torch.cuda.is_available() else "cpu"
         try:
@@ -494,6 +507,7 @@ class Run:
         self.monitor.close()
         self.loader.close()
         self.vault.close()
+        self.sync.close()
         self.ranks.close()
 
 
