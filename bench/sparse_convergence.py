@@ -89,7 +89,8 @@ def train(args, folder: pathlib.Path, data: tuple, variant: str, seed: int, note
             time.sleep(1)
             note(last_step(folder / "runs" / name / "log.jsonl"))
     if process.returncode:
-        sys.exit(f"{name} failed; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-20:]))
+        lines = log.read_text().splitlines()
+        sys.exit(f"{name} failed, {log}:\n" + "\n".join([x for x in lines if x.startswith("loongforge: ")] or lines[-20:]))
     return json.loads(summary.read_text())
 
 

@@ -161,6 +161,7 @@ class NexusSync:
             self.options["priority"] = priority
         self.group = mpi.peers(self.options) if transport == "mpi" else group
         self.world = peers.world_of(self.group)
+        self._steps_before = 0  # steps of the training before this handle
         if self.world > 1:
             peers.of(self.group).timeout_s = _C.options_check("nexus", self.options)["timeout_s"]
         self.map.require_whole("a new NexusSync")
@@ -246,10 +247,13 @@ class NexusSync:
         self.gather_state()
 
     def _reopen(self) -> None:
+        done = self._steps_before + _C.nexus_stats(self.handle)["steps"]
         self.handle.close()
         self._open()
         if self._gate is not None:
             self.gate(self._gate)
+        if self.sparse:
+            self.seek(done)
 
     def _abort(self) -> None:
         """A backward pass raised before its end: the ranks cannot agree any more on what was reduced."""
@@ -502,6 +506,7 @@ class NexusSync:
 
     def seek(self, steps: int) -> None:
         """So many steps of the training lie behind: whose turn it is to select, and the warm-up, go by it. Collective."""
+        self._steps_before = steps - _C.nexus_stats(self.handle)["steps"]
         if self.world > 1:
             _C.nexus_seek(self.handle, steps)
 

@@ -101,6 +101,8 @@ run.step(6)
 assert _C.nexus_residual_bytes(run.sync.handle) == 0
 for a, b in zip(run.reduced, dense.reduced):
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+run.map.replan()  # another handle: turns go on
+assert (run.sync.stats()["steps"], run.sync._steps_before) == (0, 7)
 lossy = trained(6, error_feedback=False, **still)
 lossy.sync.flush_residual()
 lossy.step(6)
