@@ -22,7 +22,16 @@ _active: Recorder | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """Notes when each storage is first made and when it is freed, counted in operators. One step, one thread."""
+    """Notes when each storage is first made and when it is freed, counted in operators. One step, one thread.
+
+    What torch.compile has compiled runs as it always does, so the traced step has the bits of any other; of its insides only what
+    goes in and comes out is seen."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # asked by PyTorch 2.10 and later; before, compiled code ran eagerly in a mode
+        return True
 
     def __init__(self, model: nn.Module, known: set):
         super().__init__()
@@ -50,8 +59,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ordinal += 1
         for t in tree_leaves((args, kwargs)):
-            if isinstance(t, torch.Tensor):
+            if isinstance(t, torch.Tensor) and t.grad_fn is None:
                 self._see(t, "input", _INPUT, first=0)
+            elif isinstance(t, torch.Tensor):  # made where no operator was seen
+                self._see(t, "compiled", _ACTIVATION, first=self.ordinal)
         out = func(*args, **(kwargs or {}))
         backward = torch._C._current_graph_task_id() != -1
         for t in tree_leaves(out):
