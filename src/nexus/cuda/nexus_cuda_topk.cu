@@ -243,7 +243,7 @@ static __global__ void scatter(const uint32_t *mask, int64_t count, int64_t k, c
         if (i >= count) continue;
         if (!taken) out[i] = (T)0;
         else if (factor == 1) out[i] = values[from];
-        else send(out, i, load(values, from) * factor);
+        else send(out, i, one_nan(load(values, from) * factor)); /* a device's own NaN has other bits than a host's */
     }
 }
 
