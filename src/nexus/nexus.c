@@ -128,7 +128,7 @@ lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info
 /* ---- failures --------------------------------------------------------------------------------------------------------- */
 
 /* The step is over, and so is the handle: ranks may have summed different things. */
-static lf_status fail_step(lf_nexus *nexus, lf_status rc)
+lf_status lf__nexus_fail_step(lf_nexus *nexus, lf_status rc)
 {
     lf__fault_keep(&nexus->fault, rc);
     nexus->running = false;
@@ -145,20 +145,17 @@ lf_status lf__nexus_fail_prefix(const lf_nexus *nexus, int32_t chunk, lf_status 
 
 static lf_status fail_chunk(lf_nexus *nexus, int32_t i, lf_status rc)
 {
-    return fail_step(nexus, lf__nexus_fail_prefix(nexus, i, rc));
+    return lf__nexus_fail_step(nexus, lf__nexus_fail_prefix(nexus, i, rc));
 }
 
 /* The handle's error, or one that the transport has found meanwhile. */
-static lf_status check_health(lf_nexus *nexus)
+lf_status lf__nexus_check_health(lf_nexus *nexus)
 {
     lf_status rc = lf__fault_raise(&nexus->fault);
     if (rc == LF_OK) rc = lf__chain_check(nexus);
     if (rc == LF_OK && !lf__chain_has_transport(nexus)) rc = lf__nexus_call_check(nexus);
-    return rc < 0 ? fail_step(nexus, rc) : rc;
+    return rc < 0 ? lf__nexus_fail_step(nexus, rc) : rc;
 }
-
-lf_status lf__nexus_fail_step(lf_nexus *nexus, lf_status rc) { return fail_step(nexus, rc); }
-lf_status lf__nexus_check_health(lf_nexus *nexus) { return check_health(nexus); }
 
 /* ---- order between streams ------------------------------------------------------------------------------------------- */
 
@@ -194,7 +191,7 @@ lf_status lf_nexus_begin(lf_nexus *nexus)
     LF_CHECK_ARG(nexus, "nexus is NULL");
     lf_status rc = LF_OK;
     lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
+    LF_TRY(lf__nexus_check_health(nexus));
     if (!nexus->transport.post) LF_THROW(LF_ERR_STATE, "nexus was opened without a transport and only shows the schedule");
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was begun and not finished; hint: lf_nexus_finish");
     LF_TRY(lf__shard_check(nexus));
@@ -261,7 +258,7 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
         rc = LF_FAIL(LF_ERR_STATE, "this step takes residuals along, once, and is captured; hint: one eager step first");
     for (int32_t i = first; i < end && rc == LF_OK && nexus->sparse.flushing; i++) rc = lf__sparse_prepare(nexus, i, stream);
     if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
-    if (rc < 0) return fail_step(nexus, rc);
+    if (rc < 0) return lf__nexus_fail_step(nexus, rc);
     for (int32_t i = first; i < end; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
         if (c->skip) continue;
@@ -270,7 +267,7 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
         if (rc < 0) return fail_chunk(nexus, i, rc);
     }
     rc = lf__nexus_call_run(nexus, 0, run->label);
-    return rc < 0 ? fail_step(nexus, rc) : rc;
+    return rc < 0 ? lf__nexus_fail_step(nexus, rc) : rc;
 }
 
 /* Post every chunk, or run, that is complete and has no incomplete one before it. */
@@ -283,9 +280,9 @@ static lf_status post_ready(lf_nexus *nexus, lf_stream *stream)
         while (ready < end && (nexus->plan.chunks[ready].n_left == 0 || nexus->plan.chunks[ready].skip)) ready++;
         if (ready < end) break;
         lf_status held = lf__gate_hold(nexus, stream);
-        if (held < 0) return fail_step(nexus, held);
+        if (held < 0) return lf__nexus_fail_step(nexus, held);
         lf_status rc = nexus->chain ? lf__chain_post(nexus, first, end, stream) : post_chunks(nexus, first, end, stream);
-        if (rc < 0) return nexus->chain ? fail_step(nexus, rc) : rc;
+        if (rc < 0) return nexus->chain ? lf__nexus_fail_step(nexus, rc) : rc;
         nexus->next = end;
     }
     return poll_posted(nexus);
@@ -322,7 +319,7 @@ lf_status lf_nexus_mark(lf_nexus *nexus, int32_t index, lf_stream *stream)
     LF_TRY(lf__fault_raise(&nexus->fault));
     LF_TRY(check_mark(nexus, index));
     rc = lf__chain_check(nexus);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    if (rc < 0) LF_TRY(lf__nexus_fail_step(nexus, rc));
     LF_TRY(order_behind_marks(nexus, stream));
     take_mark(nexus, nexus->plan.owner[index]);
     LF_TRY(post_ready(nexus, stream));
@@ -445,11 +442,11 @@ lf_status lf_nexus_flush(lf_nexus *nexus, lf_stream *stream)
     LF_CHECK_ARG(nexus, "nexus is NULL");
     lf_status rc = LF_OK;
     lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
+    LF_TRY(lf__nexus_check_health(nexus));
     if (!nexus->running) LF_THROW(LF_ERR_STATE, "no step was begun; hint: lf_nexus_begin");
     if (nexus->flushed) LF_THROW(LF_ERR_STATE, "the step was flushed already; hint: lf_nexus_take, or lf_nexus_finish");
     rc = flush_step(nexus, stream);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    if (rc < 0) LF_TRY(lf__nexus_fail_step(nexus, rc));
     if (nexus->plan.n_runs == 0) LF_TRY(take_runs(nexus, 0, 0, stream)); /* nothing is trained */
 out:
     lf__unlock(nexus->mutex);
@@ -462,7 +459,7 @@ lf_status lf_nexus_take(lf_nexus *nexus, lf_stream *stream, int32_t *first, int3
     lf_status rc = LF_OK;
     *first = *n = 0;
     lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
+    LF_TRY(lf__nexus_check_health(nexus));
     if (!nexus->flushed) LF_THROW(LF_ERR_STATE, "no step was flushed; hint: lf_nexus_begin, marks, lf_nexus_flush");
     if (!nexus->running) {
         rc = LF_END;
@@ -472,7 +469,7 @@ lf_status lf_nexus_take(lf_nexus *nexus, lf_stream *stream, int32_t *first, int3
     const int32_t r = nexus->taken;
     rc = poll_posted(nexus);
     if (rc == LF_OK) rc = take_runs(nexus, r, r + 1, stream);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    if (rc < 0) LF_TRY(lf__nexus_fail_step(nexus, rc));
     *first = nexus->plan.runs[r].first;
     *n = nexus->plan.runs[r].end - *first;
 out:
@@ -485,133 +482,13 @@ lf_status lf_nexus_finish(lf_nexus *nexus, lf_stream *stream)
     LF_CHECK_ARG(nexus, "nexus is NULL");
     lf_status rc = LF_OK;
     lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
+    LF_TRY(lf__nexus_check_health(nexus));
     if (!nexus->running) LF_THROW(LF_ERR_STATE, "no step was begun; hint: lf_nexus_begin");
     if (nexus->flushed) LF_TRY(check_capture(nexus, stream));
     else rc = flush_step(nexus, stream);
     if (rc == LF_OK) rc = take_runs(nexus, nexus->taken, nexus->plan.n_runs, stream);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
+    if (rc < 0) LF_TRY(lf__nexus_fail_step(nexus, rc));
 out:
-    lf__unlock(nexus->mutex);
-    return rc;
-}
-
-/* ---- beside the steps ------------------------------------------------------------------------------------------------- */
-
-lf_status lf_nexus_check(lf_nexus *nexus)
-{
-    LF_CHECK_ARG(nexus, "nexus is NULL");
-    lf__lock(nexus->mutex);
-    lf_status rc = check_health(nexus);
-    lf__unlock(nexus->mutex);
-    return rc;
-}
-
-lf_status lf_nexus_settle(lf_nexus *nexus)
-{
-    LF_CHECK_ARG(nexus, "nexus is NULL");
-    lf_status rc = LF_OK;
-    lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
-    rc = lf__chain_rest(nexus);
-    if (rc == LF_OK) rc = lf__nexus_call_settle(nexus);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
-out:
-    lf__unlock(nexus->mutex);
-    return rc;
-}
-
-lf_status lf_nexus_reduce(lf_nexus *nexus, void *data, int64_t count, int32_t dtype, lf_stream *stream)
-{
-    LF_CHECK_ARG(nexus && count >= 0 && (data || count == 0), "nexus or data is NULL, or count is negative");
-    LF_CHECK_ARG(dtype == LF_DTYPE_F64 || dtype == LF_DTYPE_I64, "dtype is %s, expected f64 or i64", lf_dtype_name(dtype));
-    lf_status rc = LF_OK;
-    int64_t ticket = 0;
-    lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
-    if (!nexus->transport.post) LF_THROW(LF_ERR_STATE, "nexus was opened without a transport and only shows the schedule");
-    if (nexus->running)
-        LF_THROW(LF_ERR_STATE,
-                 "a sum beside the gradients while a step is running: ranks could not agree which comes first; hint: "
-                 "before the backward pass, or after it");
-    LF_TRY(lf__shard_check(nexus));
-    rc = lf__chain_rest(nexus);
-    if (rc == LF_OK) rc = lf__debug_compare(nexus, NEXUS_BESIDE, 0, 0, count, dtype, stream);
-    if (rc == LF_OK) rc = lf__nexus_post(nexus, data, count, dtype, stream, &ticket);
-    if (rc == LF_OK) rc = lf__nexus_wait(nexus, ticket, stream);
-    if (rc < 0) {
-        rc = lf__fail_prefix(rc, "a sum of %lld %s beside the gradients", (long long)count, lf_dtype_name(dtype));
-        LF_TRY(fail_step(nexus, rc));
-    }
-out:
-    lf__unlock(nexus->mutex);
-    return rc;
-}
-
-lf_status lf_nexus_cancel(lf_nexus *nexus)
-{
-    LF_CHECK_ARG(nexus, "nexus is NULL");
-    lf_status rc = LF_OK;
-    lf__lock(nexus->mutex);
-    if (nexus->ran && (nexus->running || nexus->fault.status < 0))
-        LF_THROW(LF_ERR_STATE, "part of the step has run, so ranks no longer agree; hint: restart from a checkpoint");
-    LF_TRY(lf__nexus_call_check(nexus));
-    if (nexus->running || nexus->fault.status < 0) nexus->fault = (lf__fault){0};
-    nexus->running = nexus->flushed = false;
-    nexus->n_gathers = 0;
-out:
-    lf__unlock(nexus->mutex);
-    return rc;
-}
-
-lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream)
-{
-    LF_CHECK_ARG(nexus, "nexus is NULL");
-    lf_status rc = LF_OK;
-    lf__lock(nexus->mutex);
-    LF_TRY(check_health(nexus));
-    if (!nexus->captured) LF_THROW(LF_ERR_STATE, "no step was captured; hint: begin, marks and finish on a capturing stream");
-    rc = lf__nexus_call_replayed(nexus, stream);
-    if (rc < 0) LF_TRY(fail_step(nexus, rc));
-    nexus->steps++;
-    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
-        nexus->collectives++;
-        nexus->bytes += nexus->plan.chunks[i].bytes;
-    }
-out:
-    lf__unlock(nexus->mutex);
-    return rc;
-}
-
-lf_status lf_nexus_get_stats(const lf_nexus *nexus_, lf_nexus_stats *stats)
-{
-    LF_CHECK_ARG(nexus_ && stats, "nexus or stats is NULL");
-    LF_CHECK_ARG(stats->size == sizeof *stats, "lf_nexus_stats: size is %zu, expected %zu", stats->size, sizeof *stats);
-    lf_nexus *nexus = (lf_nexus *)nexus_; /* reading the clock's events is no change that a caller sees */
-    lf__lock(nexus->mutex);
-    lf__nexus_spans_read(nexus);
-    lf__chain_lock(nexus);
-    *stats = (lf_nexus_stats){.size = sizeof *stats,
-                              .steps = nexus->steps,
-                              .collectives = nexus->collectives,
-                              .bytes = nexus->bytes,
-                              .late_blocks = nexus->late_blocks,
-                              .exposed_s = nexus->exposed_s,
-                              .held_s = nexus->held_s,
-                              .p50_s = lf__hist_percentile(&nexus->hist, 50),
-                              .p95_s = lf__hist_percentile(&nexus->hist, 95),
-                              .p99_s = lf__hist_percentile(&nexus->hist, 99),
-                              .busy_s = nexus->hist.sum_s,
-                              .skipped = nexus->skipped,
-                              .skipped_bytes = nexus->skipped_bytes};
-    lf__chain_unlock(nexus);
-    int64_t timed_bytes = stats->bytes;
-    lf_status rc = lf__nexus_call_stats(nexus, stats, &timed_bytes);
-    if (stats->busy_s > 0) {
-        const double world = nexus->transport.world;
-        stats->bus_bytes_s = (double)timed_bytes * 2 * (world - 1) / world / stats->busy_s;
-        stats->exposed_share = stats->exposed_s / stats->busy_s;
-    }
     lf__unlock(nexus->mutex);
     return rc;
 }
