@@ -1,83 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Steps: sums over ranks in any order of marks, late blocks, streams, and everything that can go wrong. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
+#include "nexus_fixture.h"
 
 enum { N_LAYERS = 4, N_EXPERTS = 5, MOST = 4 };
-
-static lf_device *cpu;
-
-static void add(lf_map *map, const char *name, int64_t count, int32_t dtype, int32_t layer, int32_t expert, uint32_t flags)
-{
-    lf_param p = {.size = sizeof p,
-                  .name = name,
-                  .shape = &count,
-                  .ndim = 1,
-                  .dtype = dtype,
-                  .layer = layer,
-                  .expert = expert,
-                  .tied_to = -1,
-                  .flags = flags};
-    if (lf_map_add(map, &p, NULL) < 0) fprintf(stderr, "%s\n", lf_error_text());
-}
 
 /* A small mixture of experts; `extra` makes another map. */
 static lf_map *make_map(int32_t grad_f32, int32_t extra)
 {
-    lf_map *map = NULL;
-    lf_map_options opts;
-    char name[64];
-    if (lf_options_init("map", &opts, sizeof opts) < 0) return NULL;
-    opts.grad_f32 = grad_f32;
-    opts.high_load_experts = 2;
-    if (lf_map_open(&map, &opts) < 0) return NULL;
-    add(map, "embed", 3000, LF_DTYPE_BF16, -1, -1, 0);
-    for (int32_t l = 0; l < N_LAYERS; l++) {
-        snprintf(name, sizeof name, "l%d.norm", l);
-        add(map, name, 32, LF_DTYPE_F32, l, -1, 0);
-        snprintf(name, sizeof name, "l%d.qkv", l);
-        add(map, name, 700 + extra, LF_DTYPE_BF16, l, -1, 0);
-        snprintf(name, sizeof name, "l%d.frozen", l);
-        add(map, name, 100, LF_DTYPE_BF16, l, -1, LF_PARAM_FROZEN);
-        for (int32_t e = 0; e < N_EXPERTS; e++) {
-            snprintf(name, sizeof name, "l%d.e%d", l, e);
-            add(map, name, 500 + 333 * e, LF_DTYPE_BF16, l, e, 0);
-        }
-    }
-    add(map, "head", 2500, LF_DTYPE_BF16, INT32_MAX, -1, 0);
-    if (lf_map_plan(map) < 0 || lf_map_allocate(map, cpu) < 0) fprintf(stderr, "%s\n", lf_error_text());
-    return map;
-}
-
-static void set_up(void)
-{
-    if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
-}
-
-static int32_t grad_dtype(const lf_map *map, const lf_block_info *b)
-{
-    lf_class_info info = {.size = sizeof info};
-    lf_map_get_class(map, b->range.klass, &info);
-    return info.role_dtype[LF_ROLE_GRAD];
-}
-
-static lf_block_info block_at(const lf_map *map, int32_t i)
-{
-    lf_block_info b = {.size = sizeof b};
-    lf_map_get_block(map, i, &b);
-    return b;
-}
-
-static float get(const void *base, int64_t i, int32_t dtype)
-{
-    return dtype == LF_DTYPE_F32 ? ((const float *)base)[i] : lf__f32_from_bf16(((const uint16_t *)base)[i]);
-}
-
-static void put(void *base, int64_t i, int32_t dtype, float v)
-{
-    if (dtype == LF_DTYPE_F32) ((float *)base)[i] = v;
-    else ((uint16_t *)base)[i] = lf__bf16_from_f32(v);
+    const model_shape m = {.grad_f32 = grad_f32,
+                           .high_load = 2,
+                           .n_layers = N_LAYERS,
+                           .n_experts = N_EXPERTS,
+                           .embed = 3000,
+                           .norm = 32,
+                           .qkv = 700 + extra,
+                           .frozen = 100,
+                           .expert = 500,
+                           .expert_step = 333,
+                           .head = 2500};
+    return make_model(&m);
 }
 
 /* Multiples of 4 up to 60: sums of four, and their quarters, are exact in bf16 too. */
@@ -86,17 +27,12 @@ static float grad_of(int32_t rank, int32_t step, int32_t block, int64_t i)
     return (float)(4 * ((rank * 13 + step * 7 + block * 5 + i * 3) % 31 - 15));
 }
 
-/* This rank's expert got no token in this step. */
-static bool is_late(int32_t rank, int32_t step, const lf_block_info *b)
-{
-    return b->expert >= 0 && (b->expert + b->layer + rank + step) % 3 == 0;
-}
-
 static void write_grad(const lf_map *map, int32_t rank, int32_t step, int32_t block, bool garbage)
 {
     lf_block_info b = block_at(map, block);
     void *g = lf_map_address(map, &b.range, LF_ROLE_GRAD);
-    for (int64_t i = 0; i < b.range.count; i++) put(g, i, grad_dtype(map, &b), garbage ? 777 : grad_of(rank, step, block, i));
+    for (int64_t i = 0; i < b.range.count; i++)
+        put(g, i, dtype_of(map, b.range.klass, LF_ROLE_GRAD), garbage ? 777 : grad_of(rank, step, block, i));
 }
 
 /* ---- ranks as threads -------------------------------------------------------------------------------------------------- */
@@ -113,7 +49,6 @@ typedef struct rank {
 } rank;
 
 static rank ranks[MOST];
-#define WRONG(...) snprintf(r->wrong, sizeof r->wrong, __VA_ARGS__)
 
 static void enter(void *user)
 {
@@ -194,9 +129,9 @@ static void check_sums(rank *r, const lf_map *map, int32_t step, float divisor)
         for (int64_t i = 0; i < b.range.count; i++) {
             float sum = 0;
             for (int32_t s = 0; s < r->t.world; s++) sum += is_late(s, step, &b) ? 0 : grad_of(s, step, k, i);
-            if (get(g, i, grad_dtype(map, &b)) != sum / divisor)
+            if (get(g, i, dtype_of(map, b.range.klass, LF_ROLE_GRAD)) != sum / divisor)
                 WRONG("rank %d step %d %s[%d]: %g, expected %g", r->t.rank, step, b.name, (int)i,
-                      (double)get(g, i, grad_dtype(map, &b)), (double)(sum / divisor));
+                      (double)get(g, i, dtype_of(map, b.range.klass, LF_ROLE_GRAD)), (double)(sum / divisor));
         }
     }
 }
@@ -441,7 +376,9 @@ TEST(nexus_touches_only_gradients)
     for (int32_t b = 0; b < lf_map_n_blocks(map); b++) { /* all are late */
         lf_block_info info = block_at(map, b);
         uint8_t *g = lf_map_address(map, &info.range, LF_ROLE_GRAD);
-        if (g) memset(expected + (g - slab), 0, (size_t)info.range.count * lf_dtype_bytes(grad_dtype(map, &info)));
+        if (g)
+            memset(expected + (g - slab), 0,
+                   (size_t)info.range.count * lf_dtype_bytes(dtype_of(map, info.range.klass, LF_ROLE_GRAD)));
     }
     open_recorder(&rec, map, 4096, &nexus);
     CHECK_OK(lf_nexus_begin(nexus));
@@ -698,12 +635,13 @@ static void skip_steps(rank *r)
             const void *g = lf_map_address(map, &info.range, LF_ROLE_GRAD);
             bool anyone = info.expert < 0;
             for (int32_t s = 0; s < r->t.world; s++) anyone = anyone || tokens_of(s, step, &info) > 0;
-            if (!anyone) empty_bytes += info.range.count * (int64_t)lf_dtype_bytes(grad_dtype(map, &info));
+            if (!anyone) empty_bytes += info.range.count * (int64_t)lf_dtype_bytes(dtype_of(map, info.range.klass, LF_ROLE_GRAD));
             for (int64_t i = 0; i < info.range.count; i++) {
                 float sum = 0;
                 for (int32_t s = 0; s < r->t.world; s++)
                     sum += info.expert < 0 || tokens_of(s, step, &info) ? grad_of(s, step, b, i) : 0;
-                if (get(g, i, grad_dtype(map, &info)) != sum) WRONG("%s[%d] of step %d", info.name, (int)i, step);
+                if (get(g, i, dtype_of(map, info.range.klass, LF_ROLE_GRAD)) != sum)
+                    WRONG("%s[%d] of step %d", info.name, (int)i, step);
             }
         }
     }
@@ -891,7 +829,7 @@ TEST(nexus_refuses_to_open)
     CHECK_STATUS(lf_nexus_open(&nexus, map, &t, NULL), LF_ERR_PEER);
     CHECK_HAS(lf_error_text(), "summed over 1 ranks, expected 2");
     CHECK_OK(lf_map_open(&bare, NULL));
-    add(bare, "a", 10, LF_DTYPE_F32, 0, -1, 0);
+    add_param(bare, "a", 10, LF_DTYPE_F32, 0, -1, 0);
     CHECK_OK(lf_map_plan(bare));
     CHECK_STATUS(lf_nexus_open(&nexus, bare, &good, NULL), LF_ERR_STATE);
     CHECK_HAS(lf_error_text(), "not allocated");
@@ -899,7 +837,7 @@ TEST(nexus_refuses_to_open)
     CHECK_OK(lf_options_init("map", &opts, sizeof opts));
     opts.grad_f32 = 0;
     CHECK_OK(lf_map_open(&half, &opts));
-    add(half, "a", 10, LF_DTYPE_F16, 0, -1, 0);
+    add_param(half, "a", 10, LF_DTYPE_F16, 0, -1, 0);
     CHECK_OK(lf_map_plan(half));
     CHECK_OK(lf_map_allocate(half, cpu));
     CHECK_STATUS(lf_nexus_open(&nexus, half, &good, NULL), LF_ERR_UNSUPPORTED);

@@ -1,54 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The sharded optimizer over the loopback: shares cover every chunk once, hold exact sums, and reach every rank bit for bit. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
+#include "nexus_fixture.h"
 
 enum { MOST = 4, N_LAYERS = 3, N_EXPERTS = 3 };
-
-static lf_device *cpu;
-
-static void add(lf_map *map, const char *name, int64_t count, int32_t dtype, int32_t layer, int32_t expert)
-{
-    lf_param p = {.size = sizeof p,
-                  .name = name,
-                  .shape = &count,
-                  .ndim = 1,
-                  .dtype = dtype,
-                  .layer = layer,
-                  .expert = expert,
-                  .tied_to = -1};
-    if (lf_map_add(map, &p, NULL) < 0) fprintf(stderr, "%s\n", lf_error_text());
-}
 
 /* Chunks of every kind: divisible, with a rest, and too small to share. */
 static lf_map *make_map(int32_t grad_f32)
 {
-    lf_map *map = NULL;
-    lf_map_options opts;
-    char name[64];
-    if (lf_options_init("map", &opts, sizeof opts) < 0) return NULL;
-    opts.grad_f32 = grad_f32;
-    opts.high_load_experts = 1;
-    if (lf_map_open(&map, &opts) < 0) return NULL;
-    add(map, "embed", 3001, LF_DTYPE_BF16, -1, -1);
-    for (int32_t l = 0; l < N_LAYERS; l++) {
-        snprintf(name, sizeof name, "l%d.norm", l);
-        add(map, name, 33, LF_DTYPE_F32, l, -1);
-        snprintf(name, sizeof name, "l%d.qkv", l);
-        add(map, name, 768, LF_DTYPE_BF16, l, -1);
-        for (int32_t e = 0; e < N_EXPERTS; e++) {
-            snprintf(name, sizeof name, "l%d.e%d", l, e);
-            add(map, name, 601 + 403 * e, LF_DTYPE_BF16, l, e);
-        }
-    }
-    if (lf_map_plan(map) < 0 || lf_map_allocate(map, cpu) < 0) fprintf(stderr, "%s\n", lf_error_text());
-    return map;
-}
-
-static void set_up(void)
-{
-    if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
+    const model_shape m = {.grad_f32 = grad_f32,
+                           .high_load = 1,
+                           .n_layers = N_LAYERS,
+                           .n_experts = N_EXPERTS,
+                           .embed = 3001,
+                           .norm = 33,
+                           .qkv = 768,
+                           .expert = 601,
+                           .expert_step = 403};
+    return make_model(&m);
 }
 
 typedef struct rank {
@@ -62,7 +30,6 @@ typedef struct rank {
 } rank;
 
 static rank ranks[MOST];
-#define WRONG(...) snprintf(r->wrong, sizeof r->wrong, __VA_ARGS__)
 
 static void enter(void *user)
 {
@@ -98,24 +65,6 @@ static lf_chunk_info chunk_at(const lf_nexus *nexus, int32_t i)
     lf_chunk_info c = {.size = sizeof c};
     lf_nexus_get_chunk(nexus, i, &c);
     return c;
-}
-
-static int32_t dtype_of(const lf_map *map, int32_t klass, int32_t role)
-{
-    lf_class_info info = {.size = sizeof info};
-    lf_map_get_class(map, klass, &info);
-    return info.role_dtype[role];
-}
-
-static float get(const void *base, int64_t i, int32_t dtype)
-{
-    return dtype == LF_DTYPE_F32 ? ((const float *)base)[i] : lf__f32_from_bf16(((const uint16_t *)base)[i]);
-}
-
-static void put(void *base, int64_t i, int32_t dtype, float v)
-{
-    if (dtype == LF_DTYPE_F32) ((float *)base)[i] = v;
-    else ((uint16_t *)base)[i] = lf__bf16_from_f32(v);
 }
 
 /* Multiples of 4 up to 60: sums of four, and their quarters, are exact in bf16 too. */

@@ -1,87 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The sparse form over the loopback: every rank, every step and every entry against a serial computation; what is kept back, saved,
  * loaded and flushed; order, blocking and failures. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
 #include "nexus/nexus_int.h"
+#include "nexus_fixture.h"
 
 enum { MOST = 8, N_LAYERS = 3, N_EXPERTS = 4, STEPS_MOST = 100 };
-
-static lf_device *cpu;
-
-static void add(lf_map *map, const char *name, int64_t count, int32_t dtype, int32_t layer, int32_t expert)
-{
-    lf_param p = {.size = sizeof p,
-                  .name = name,
-                  .shape = &count,
-                  .ndim = 1,
-                  .dtype = dtype,
-                  .layer = layer,
-                  .expert = expert,
-                  .tied_to = -1};
-    if (lf_map_add(map, &p, NULL) < 0) fprintf(stderr, "%s\n", lf_error_text());
-}
 
 /* n_experts 0: an ordinary model. Sizes are no multiples of anything. */
 static lf_map *make_map(int32_t grad_f32, int32_t n_experts)
 {
-    lf_map *map = NULL;
-    lf_map_options opts;
-    char name[64];
-    if (lf_options_init("map", &opts, sizeof opts) < 0) return NULL;
-    opts.grad_f32 = grad_f32;
-    opts.high_load_experts = 1;
-    if (lf_map_open(&map, &opts) < 0) return NULL;
-    add(map, "embed", 1501, LF_DTYPE_BF16, -1, -1);
-    for (int32_t l = 0; l < N_LAYERS; l++) {
-        snprintf(name, sizeof name, "l%d.norm", l);
-        add(map, name, 33, LF_DTYPE_F32, l, -1);
-        snprintf(name, sizeof name, "l%d.qkv", l);
-        add(map, name, 701, LF_DTYPE_BF16, l, -1);
-        for (int32_t e = 0; e < n_experts; e++) {
-            snprintf(name, sizeof name, "l%d.e%d", l, e);
-            add(map, name, 601 + 1203 * e, LF_DTYPE_BF16, l, e);
-        }
-    }
-    if (lf_map_plan(map) < 0 || lf_map_allocate(map, cpu) < 0) fprintf(stderr, "%s\n", lf_error_text());
-    return map;
-}
-
-static void set_up(void)
-{
-    if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
-}
-
-static lf_block_info block_at(const lf_map *map, int32_t i)
-{
-    lf_block_info b = {.size = sizeof b};
-    lf_map_get_block(map, i, &b);
-    return b;
-}
-
-static int32_t grad_dtype(const lf_map *map, int32_t klass)
-{
-    lf_class_info info = {.size = sizeof info};
-    lf_map_get_class(map, klass, &info);
-    return info.role_dtype[LF_ROLE_GRAD];
-}
-
-static float get(const void *base, int64_t i, int32_t dtype)
-{
-    return dtype == LF_DTYPE_F32 ? ((const float *)base)[i] : lf__f32_from_bf16(((const uint16_t *)base)[i]);
-}
-
-static void put(void *base, int64_t i, int32_t dtype, float v)
-{
-    if (dtype == LF_DTYPE_F32) ((float *)base)[i] = v;
-    else ((uint16_t *)base)[i] = lf__bf16_from_f32(v);
-}
-
-/* This rank's expert got no token in this step. */
-static bool is_late(int32_t rank, int32_t step, const lf_block_info *b)
-{
-    return b->expert >= 0 && (b->expert + b->layer + rank + step) % 3 == 0;
+    const model_shape m = {.grad_f32 = grad_f32,
+                           .high_load = 1,
+                           .n_layers = N_LAYERS,
+                           .n_experts = n_experts,
+                           .embed = 1501,
+                           .norm = 33,
+                           .qkv = 701,
+                           .expert = 601,
+                           .expert_step = 1203};
+    return make_model(&m);
 }
 
 /* What this rank's gradient is in a step; whole: small whole numbers, so that sums over ranks and steps are exact in f32. */
@@ -94,7 +31,7 @@ static void write_grad(const lf_map *map, int32_t rank, int32_t step, int32_t bl
     for (int64_t i = 0; i < b.range.count; i++) {
         const float unit = (float)lf__rng_unit(&rng) - 0.5f;
         float v = whole ? (float)(lf__rng_below(&rng, 9) - 4) : unit * unit * unit * 0.01f;
-        put(g, i, grad_dtype(map, b.range.klass), garbage ? 777 : v);
+        put(g, i, dtype_of(map, b.range.klass, LF_ROLE_GRAD), garbage ? 777 : v);
     }
 }
 
@@ -165,7 +102,7 @@ static lf_status serial_step(serial *s, int32_t step, bool sparse, bool whole)
             write_grad(s->map, r, step, b, whole, false);
             if (is_late(r, step, &info))
                 memset(lf_map_address(s->map, &info.range, LF_ROLE_GRAD), 0,
-                       (size_t)info.range.count * lf_dtype_bytes(grad_dtype(s->map, info.range.klass)));
+                       (size_t)info.range.count * lf_dtype_bytes(dtype_of(s->map, info.range.klass, LF_ROLE_GRAD)));
         }
         for (int32_t i = 0; i < s->plan->n_chunks; i++) {
             const nexus_chunk *c = &s->plan->chunks[i];
@@ -213,7 +150,6 @@ typedef struct rank {
 } rank;
 
 static rank ranks[MOST];
-#define WRONG(...) snprintf(r->wrong, sizeof r->wrong, __VA_ARGS__)
 
 static void enter(void *user)
 {
