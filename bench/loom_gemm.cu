@@ -19,24 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "check.cuh"
 #include "loom/gemm/grouped_gemm.h"
-
-#define CUDA(call)                                                                                 \
-    do {                                                                                           \
-        cudaError_t e_ = (call);                                                                   \
-        if (e_ != cudaSuccess) {                                                                   \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-#define OK(call)                                                                            \
-    do {                                                                                    \
-        lf_status s_ = (call);                                                              \
-        if (s_ != LF_OK) {                                                                  \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, lf_error_text()); \
-            exit(1);                                                                        \
-        }                                                                                   \
-    } while (0)
 
 /* What the library would bring. */
 static thread_local char error_text[512];

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "check.cuh"
 #include "loongforge/loongforge.h"
 
 #ifndef LF_COMMIT
@@ -26,22 +27,6 @@
 #endif
 #define LF_TEXT_(x) #x
 #define LF_TEXT(x) LF_TEXT_(x)
-#define CUDA(call)                                                                                 \
-    do {                                                                                           \
-        cudaError_t e_ = (call);                                                                   \
-        if (e_ != cudaSuccess) {                                                                   \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-#define OK(call)                                                                            \
-    do {                                                                                    \
-        lf_status s_ = (call);                                                              \
-        if (s_ != LF_OK) {                                                                  \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, lf_error_text()); \
-            exit(1);                                                                        \
-        }                                                                                   \
-    } while (0)
 
 constexpr int64_t kTokens = 32768, kD = 1024, kVocabulary = 50304, kRows = 8192, kParams = 400000000;
 constexpr int32_t kExperts = 16, kTopK = 2, kBf16 = LF_DTYPE_BF16;

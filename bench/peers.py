@@ -21,16 +21,19 @@ class StockExpert(nn.Module):
         return self.d(F.silu(self.g(x)) * self.u(x))
 
 
-def _choose(logits, noise):
-    """logits: (n, e) f32 -> the top two's weights and ids"""
+def drawn_noise(logits):
+    return -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-9, 1 - 1e-7)))
+
+
+def _choose(moe, x, noise):
+    """x: (n, d); noise: (n, e) or None: drawn while training -> the top two's weights and ids (n, 2)"""
+    logits = moe.router(x).float()
+    if noise is None and moe.training:
+        noise = drawn_noise(logits)
     if noise is not None:
         logits = logits + noise
     w, i = F.softmax(logits, -1).topk(2, -1)
     return w / w.sum(-1, keepdim=True), i
-
-
-def drawn_noise(logits):
-    return -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-9, 1 - 1e-7)))
 
 
 class StockMoE(nn.Module):
@@ -44,8 +47,7 @@ class StockMoE(nn.Module):
     def forward(self, x, noise=None):
         shape = x.shape
         x = x.reshape(-1, shape[-1])
-        logits = self.router(x).float()
-        w, i = _choose(logits, noise if noise is not None or not self.training else drawn_noise(logits))
+        w, i = _choose(self, x, noise)
         w = w.to(x.dtype)
         y = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
@@ -60,8 +62,7 @@ class SortedMoE(StockMoE):
     def forward(self, x, noise=None):
         shape = x.shape
         x = x.reshape(-1, shape[-1])
-        logits = self.router(x).float()
-        w, i = _choose(logits, noise if noise is not None or not self.training else drawn_noise(logits))
+        w, i = _choose(self, x, noise)
         slots = i.flatten()
         order = slots.argsort(stable=True)
         counts = torch.bincount(slots, minlength=len(self.experts)).tolist()
@@ -84,8 +85,7 @@ class GroupedMoE(nn.Module):
     def forward(self, x, noise=None):
         shape = x.shape
         x = x.reshape(-1, shape[-1])
-        logits = self.router(x).float()
-        w, i = _choose(logits, noise if noise is not None or not self.training else drawn_noise(logits))
+        w, i = _choose(self, x, noise)
         slots = i.flatten()
         order = slots.argsort(stable=True)
         counts = torch.zeros(self.e, device=x.device, dtype=torch.int64).scatter_add_(0, slots, torch.ones_like(slots))
