@@ -262,6 +262,9 @@ LF_API lf_status lf_nexus_residual_save(lf_nexus *nexus, const char *path, char 
 LF_API lf_status lf_nexus_residual_load(lf_nexus *nexus, const char *path, const char *hash);
 /** Bytes of entries that may have something kept back; 0 after a step that flushed them. */
 LF_API int64_t lf_nexus_residual_bytes(const lf_nexus *nexus);
+/** Forget what is kept back: before loading another course's. Between steps.  @return LF_ERR_STATE (a step is running); the
+ *  handle's error; LF_ERR_DEVICE. */
+LF_API lf_status lf_nexus_residual_drop(lf_nexus *nexus);
 /** The next step is dense and takes the residuals along: on all ranks alike. */
 LF_API lf_status lf_nexus_residual_flush(lf_nexus *nexus);
 /** `steps` steps of the training were done before now, on all ranks alike: whose turn it is to select, and the warm-up, go by it. A

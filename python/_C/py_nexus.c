@@ -444,6 +444,13 @@ static PyObject *nexus_residual_flush(PyObject *self, PyObject *handle)
     return call_plain(handle, lf_nexus_residual_flush);
 }
 
+/* nexus_residual_drop(nexus) */
+static PyObject *nexus_residual_drop(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    return call_plain(handle, lf_nexus_residual_drop);
+}
+
 /* nexus_residual_bytes(nexus) */
 static PyObject *nexus_residual_bytes(PyObject *self, PyObject *handle)
 {
@@ -613,6 +620,7 @@ PyMethodDef lfpy_nexus_methods[] = {
     {"nexus_cancel", nexus_cancel, METH_O, "Forget a step whose capture failed."},
     {"nexus_residual_save", nexus_residual_save, METH_VARARGS, "What is kept back, to a file: (nexus, path) -> digest or None."},
     {"nexus_residual_load", nexus_residual_load, METH_VARARGS, "Add a file's: (nexus, path, digest)."},
+    {"nexus_residual_drop", nexus_residual_drop, METH_O, "Forget what is kept back."},
     {"nexus_residual_flush", nexus_residual_flush, METH_O, "The next step is dense and takes it along."},
     {"nexus_residual_bytes", nexus_residual_bytes, METH_O, "Bytes that may have something kept back."},
     {"nexus_seek", nexus_seek, METH_VARARGS, "Steps of the training before now: (nexus, steps)."},

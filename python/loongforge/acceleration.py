@@ -64,11 +64,15 @@ def accelerate(
 
 def undo(model: nn.Module) -> None:
     """Take a model off its map: parameters own their memory, forwards and state dicts are stock again. An optimizer that
-    accelerate took over has its state back."""
+    accelerate took over has its state back. Refused, with nothing changed, while a NexusSync reduces its gradients."""
+    held = map_of(model)
+    if held is not None and held.sync is not None:
+        raise RuntimeError("a NexusSync reduces the model's gradients and would stop; hint: sync.close() first")
+    if held is not None:
+        held.require_whole("undo")
     unweave_gr00t(model)
     unweave(model)
     blocks.unweave(model)
-    held = map_of(model)
     if held is not None:
         held.release()
         if held.adopted is not None:

@@ -161,7 +161,7 @@ class NexusSync:
 
     def _before_replan(self) -> None:
         """What is kept back belongs to places of the map; masters and moments of shares move as a whole."""
-        if _C.nexus_residual_bytes(self.handle):
+        if residual.kept_bytes(self):
             raise RuntimeError(
                 "part of the gradients is kept back for later steps, so the map cannot be planned anew; hint: "
                 "sync.flush_residual() and one step first"
@@ -191,7 +191,7 @@ class NexusSync:
         if not self._begun:
             _C.nexus_begin(self.handle)
             self._begun = True
-            if self.skips:
+            if self.skips and self.map.expert_sets:
                 self._tell_tokens()
         self._marked.add(block.index)
         _C.nexus_mark(self.handle, block.index, stream_of(self.map.torch_device))
@@ -287,6 +287,7 @@ class NexusSync:
         """-> numbers of runs in order, each when its gradients are there in order of the current stream"""
         for run in range(len(self.runs)):
             self._wait(_C.nexus_take)
+            self._claimed = run + 1 < len(self.runs)  # the last take has ended the step, whatever the update then does
             yield run
         self._claimed = False
 
@@ -417,9 +418,9 @@ class NexusSync:
         was lost, the same on all ranks. Collective; with `seek` a resumed training is the same bits."""
         return residual.load(self, folder, saved)
 
-    def prune_residuals(self, folder, steps: list) -> None:
-        """Remove files of checkpoints that are not in `steps` any more."""
-        residual.prune(self, folder, steps)
+    def prune_residuals(self, folder, steps: list, step: int) -> None:
+        """Remove files of checkpoints that are not in `steps` any more, before the checkpoint of `step` is saved."""
+        residual.prune(self, folder, steps, step)
 
     def flush_residual(self) -> None:
         """The next step's reductions are dense and take along what was kept back. On all ranks alike."""
@@ -456,10 +457,13 @@ class NexusSync:
 
     def describe(self) -> str:
         """One line: which library moves gradients, and what of it is used."""
-        shares = f"; the optimizer in shares of {self.world} ranks" if self.sharded else ""
-        if shares and self.transport == "torch" and dist.get_backend(self.group) != "nccl":
-            shares += f" ({dist.get_backend(self.group)} has no reduce-scatter: whole chunks are summed)"
-        return _C.nexus_describe(self.handle) + shares
+        more = f"; the optimizer in shares of {self.world} ranks" if self.sharded else ""
+        way = dist.get_backend(self.group) if self.transport == "torch" else self.transport
+        if more and way != "nccl":
+            more += f" ({way} has no reduce-scatter here: whole chunks are summed, and weights come on top)"
+        if self.skips and not self.map.expert_sets:
+            more += "; skip_empty skips nothing: the library does not compute these experts"
+        return _C.nexus_describe(self.handle) + more
 
     @staticmethod
     def backward_hook(module, grad_input, grad_output) -> None:

@@ -132,6 +132,7 @@ class AdamW(torch.optim.Optimizer):
         self.rebind()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._max_norm, self._norm_due = None, False  # a limit was meant for the gradients that go
         self.map.zero_grad(set_to_none, self._blocks())
 
     def _ranges(self, blocks):
@@ -209,8 +210,9 @@ class AdamW(torch.optim.Optimizer):
 
     def clip_next(self, max_norm: float) -> None:
         """The same, but `step` makes the norm, which is in `norm` then. With several ranks and gradients on their way
-        (`NexusSync.overlap_update`) it is made of each range as that lands; without a limit so is the update. A norm that is not
-        finite then keeps back the update of the range where it showed and of all that land later, the same on every rank."""
+        (`NexusSync.overlap_update`) it is made of each range as that lands; without a limit so is the update, but for an
+        optimizer in shares. A norm that is not finite then keeps back the update of the range where it showed and of all that
+        land later, the same on every rank."""
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm}, expected 0 (no limit) or more")
         self._max_norm, self._norm_due = max_norm, True
@@ -303,7 +305,11 @@ class AdamW(torch.optim.Optimizer):
             hyper.view(torch.float32)[:, -1:].mul_(scale)
         arriving, self._arriving = self._arriving, None
         blocks = [b for sweep in sweeps for b in sweep.blocks]
-        if arriving is not None and not (self._max_norm and self._max_norm < math.inf):
+        if arriving is not None and not self._norm_due:
+            self._max_norm = None  # of gradients that no step has used: clip_grad_norm_ would have waited for these
+        limited = self._max_norm and self._max_norm < math.inf
+        shared_norm = self._norm_due and self._sharing is not None  # a rank's own share does not show every nan
+        if arriving is not None and not limited and not shared_norm:
             self._update_as_it_lands(arriving, sweeps, blocks)
             return
         if self._norm_due:

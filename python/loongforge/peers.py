@@ -123,12 +123,7 @@ class Peers:
         The others hear from rank 0 several times in `timeout_s`, so one that is dead or stopped is told from one that works.
         """
         if self.rank:
-            while True:
-                state, value = self.share(None, what)
-                if state == "failed":
-                    raise PeerError(f"{what}: rank 0: {value}")
-                if state == "done":
-                    return value
+            return self._hear(what)
         stop, problem = threading.Event(), []
         beats = threading.Thread(target=self._beat, args=(what, stop, problem), daemon=True)
         beats.start()
@@ -146,6 +141,20 @@ class Peers:
             if not problem:
                 self.share(answer, what)
         return answer[1]
+
+    def _hear(self, what: str):
+        before = self.timeout_s
+        if self._device().type == "cuda":  # no beats come there
+            self.timeout_s = None
+        try:
+            while True:
+                state, value = self.share(None, what)
+                if state == "failed":
+                    raise PeerError(f"{what}: rank 0: {value}")
+                if state == "done":
+                    return value
+        finally:
+            self.timeout_s = before
 
     def _beat(self, what: str, stop: threading.Event, problem: list) -> None:
         """Gradients of a GPU's own backend have no thread to spare: there the group's deadline has to do."""

@@ -45,28 +45,49 @@ def save(sync, folder, step: int) -> dict | None:
 def load(sync, folder, saved: dict | None) -> list:
     """Take the files of a checkpoint whose state has `saved`. -> sentences on what was lost, the same on all ranks
 
-    Collective. With another number of ranks than before files are dealt out, so that each is taken by one rank."""
-    if not saved:
-        return []
-    folder, lost, before = os.fspath(folder), [], len(saved["digests"])
+    Collective. What was kept back before is dropped. With another number of ranks than when it was saved files are dealt out, so
+    that each is taken by one rank."""
     if sync.world == 1:
-        return [f"what {before} ranks had kept back of their gradients is dropped: one rank reduces nothing"]
-    for rank in range(_rank(sync), before, sync.world):
-        try:
-            _C.nexus_residual_load(sync.handle, _path(folder, saved["step"], rank), saved["digests"][rank])
-        except _C.Error as error:
-            if error.args[1] not in ("ERR_NOTFOUND", "ERR_CORRUPT", "ERR_FORMAT"):
-                raise
-            lost.append(f"what rank {rank} had kept back of its gradients is dropped: {error.args[2]}")
-    return [sentence for sentences in _gather(sync, lost) for sentence in sentences]
+        n = len(saved["digests"]) if saved else 0
+        return [f"what {n} ranks had kept back of their gradients is dropped: one rank reduces nothing"] if n else []
+    lost, failure = [], None
+    try:
+        _C.nexus_residual_drop(sync.handle)
+        for rank in range(_rank(sync), len(saved["digests"]) if saved else 0, sync.world):
+            lost += _take(sync, _path(os.fspath(folder), saved["step"], rank), saved["digests"][rank], rank)
+    except _C.Error as error:
+        failure = error.args[2]
+    told = _gather(sync, (lost, failure)) if saved else [(lost, failure)]
+    for rank, (_, failure) in enumerate(told):
+        if failure is not None:
+            raise RuntimeError(f"rank {rank} could not take what was kept back of gradients: {failure}")
+    return [sentence for sentences, _ in told for sentence in sentences]
 
 
-def prune(sync, folder, steps: list) -> None:
-    """Remove files of checkpoints that are gone. steps: of those that are there, the newest last."""
+def _take(sync, path: str, digest: str, rank: int) -> list:
+    try:
+        _C.nexus_residual_load(sync.handle, path, digest)
+        return []
+    except _C.Error as error:
+        if error.args[1] not in ("ERR_NOTFOUND", "ERR_CORRUPT", "ERR_FORMAT"):
+            raise
+        return [f"what rank {rank} had kept back of its gradients is dropped: {error.args[2]}"]
+
+
+def kept_bytes(sync) -> int:
+    """Of residuals that may hold something, on the rank that has most. Collective."""
+    mine = _C.nexus_residual_bytes(sync.handle)
+    return mine if sync.world == 1 else peers.of(sync.group).largest(mine, "what is kept back of gradients")
+
+
+def prune(sync, folder, steps: list, step: int) -> None:
+    """Remove files of checkpoints that are gone. steps: of those that are there, the newest last; step: the one being saved,
+    whose own files, and those of a course that was given up for it, stay."""
     folder = os.fspath(folder)
     if not steps or not os.path.isdir(folder):
         return
+    oldest_kept = min(steps[-1], step)
     for name in os.listdir(folder):
         match = _NAME.fullmatch(name)
-        if match and int(match[2]) % sync.world == _rank(sync) and int(match[1]) not in steps and int(match[1]) < steps[-1]:
+        if match and int(match[2]) % sync.world == _rank(sync) and int(match[1]) not in steps and int(match[1]) < oldest_kept:
             os.unlink(os.path.join(folder, name))

@@ -254,9 +254,9 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     if (rc == LF_OK && first == end) return LF_OK;
     if (rc == LF_OK) rc = lf__debug_compare(nexus, NEXUS_SUMS, first, end, 0, 0, stream);
     if (rc == LF_OK && !capture) nexus->ran = true;
-    if (rc == LF_OK && capture && nexus->sparse.flushing)
+    if (rc == LF_OK && capture && lf__sparse_takes(nexus))
         rc = LF_FAIL(LF_ERR_STATE, "this step takes residuals along, once, and is captured; hint: one eager step first");
-    for (int32_t i = first; i < end && rc == LF_OK && nexus->sparse.flushing; i++) rc = lf__sparse_prepare(nexus, i, stream);
+    for (int32_t i = first; i < end && rc == LF_OK && lf__sparse_takes(nexus); i++) rc = lf__sparse_prepare(nexus, i, stream);
     if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
     if (rc < 0) return lf__nexus_fail_step(nexus, rc);
     for (int32_t i = first; i < end; i++) {

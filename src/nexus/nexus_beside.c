@@ -61,6 +61,7 @@ lf_status lf_nexus_cancel(lf_nexus *nexus)
         LF_THROW(LF_ERR_STATE, "part of the step has run, so ranks no longer agree; hint: restart from a checkpoint");
     LF_TRY(lf__nexus_call_check(nexus));
     if (nexus->running || nexus->fault.status < 0) nexus->fault = (lf__fault){0};
+    if (nexus->running) lf__sparse_cancel(nexus);
     nexus->running = nexus->flushed = false;
     nexus->n_gathers = 0;
 out:

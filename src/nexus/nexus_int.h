@@ -81,6 +81,8 @@ typedef struct nexus_sparse {
     bool asked;    /* lf_nexus_residual_flush: the next step is dense */
     bool now;      /* this step is sparse */
     bool flushing; /* this step is dense and takes the residuals along */
+    bool own;      /* this step takes along what was loaded for chunks that are dense */
+    bool was_dirty, was_asked; /* before this step began */
     int64_t turn;  /* of this step */
 } nexus_sparse;
 
@@ -252,6 +254,8 @@ static inline bool lf__sparse_now(const lf_nexus *nexus, const nexus_chunk *c)
 {
     return nexus->sparse.now && c->form == NEXUS_SPARSE;
 }
+/** Whether this step takes residuals along as they are. */
+static inline bool lf__sparse_takes(const lf_nexus *nexus) { return nexus->sparse.flushing || nexus->sparse.own; }
 /** Before the chunk's first post: its mask is made, or a residual that an older form left behind is added to the gradient. */
 lf_status lf__sparse_prepare(lf_nexus *nexus, int32_t chunk, lf_stream *stream);
 lf_status lf__sparse_pack(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);

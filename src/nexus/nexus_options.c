@@ -46,10 +46,12 @@ static const lf_option rows[] = {
                 "MPI: path or name of libmpi; empty: the one that is loaded already, else Open MPI's or MPICH's usual names."),
     LF_ROW_BOOL(
         S, skip_empty, "false",
-        "Do not move gradients of experts without a token on any rank; the host then waits for token counts in each step."),
+        "Do not move gradients of experts without a token on any rank, where the library computes the experts (CUDA); the host then "
+        "waits for token counts in each step."),
     LF_ROW_BOOL(
         S, shard_optimizer, "false",
-        "Each rank updates a share of every chunk and gives the weights to the others: less work and fewer bytes a step."),
+        "Each rank updates a share of every chunk and gives the weights to the others: less work in a step. Over NCCL it moves no "
+        "more bytes, fewer where gradients are wider than weights; over gloo and MPI more."),
 };
 #undef S
 

@@ -249,6 +249,7 @@ lf_status lf_nexus_residual_load(lf_nexus *nexus, const char *path, const char *
     rc = go_through(nexus, &f, hash, false);
     if (rc == LF_OK) {
         nexus->sparse.dirty = true;
+        nexus->sparse.own = false; /* the last step has taken none of this */
         rc = go_through(nexus, &f, hash, true);
     }
     f.io->ops->close(f.file);
@@ -269,6 +270,21 @@ int64_t lf_nexus_residual_bytes(const lf_nexus *nexus)
         if (nexus->plan.chunks[i].topk.residual) bytes += nexus->plan.chunks[i].range.count * (int64_t)sizeof(float);
     lf__unlock(nexus->mutex);
     return bytes;
+}
+
+lf_status lf_nexus_residual_drop(lf_nexus *nexus)
+{
+    LF_CHECK_ARG(nexus, "nexus is NULL");
+    nexus_sparse *s = &nexus->sparse;
+    lf_status rc = LF_OK;
+    lf__lock(nexus->mutex);
+    LF_TRY(rest(nexus));
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) lf__sparse_drop_residual(nexus, &nexus->plan.chunks[i]);
+    if (s->residuals) LF_TRY(lf_fill(nexus->device, s->residuals, 0, (size_t)s->residual_bytes, NULL));
+    s->dirty = s->asked = s->flushing = s->own = false;
+out:
+    lf__unlock(nexus->mutex);
+    return rc;
 }
 
 lf_status lf_nexus_residual_flush(lf_nexus *nexus)

@@ -65,10 +65,13 @@ static lf_status gather_chunk(lf_nexus *nexus, int32_t chunk, int32_t role, lf_s
     if (rc < 0) return rc;
     all.count = c->share.count * nexus->transport.world;
     if (all.count == 0 || !klass.role_dtype[role]) return LF_OK;
-    rc = lf__nexus_gather(nexus, lf_map_address(nexus->map, &all, role),
-                          all.count * (int64_t)lf_dtype_bytes(klass.role_dtype[role]), stream,
-                          &nexus->gather_ticket[nexus->n_gathers]);
+    const int64_t bytes = all.count * (int64_t)lf_dtype_bytes(klass.role_dtype[role]);
+    rc = lf__nexus_gather(nexus, lf_map_address(nexus->map, &all, role), bytes, stream, &nexus->gather_ticket[nexus->n_gathers]);
     if (rc == LF_OK) nexus->n_gathers++;
+    if (rc == LF_OK && !nexus->capture) {
+        nexus->collectives++;
+        nexus->bytes += bytes;
+    }
     return rc < 0 ? lf__fail_prefix(rc, "gathering %s of chunk %d of %d", lf_role_name(role), chunk, nexus->plan.n_chunks) : rc;
 }
 

@@ -79,26 +79,42 @@ void lf__sparse_close(lf_nexus *nexus)
     *s = (nexus_sparse){0};
 }
 
-/* Whether this step is sparse, from what all ranks know alike. */
+/* What was loaded for dense chunks and has gone into a step is dropped; whether there is more. */
+static bool keep_own(lf_nexus *nexus)
+{
+    bool any = false;
+    for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
+        if (nexus->sparse.own) lf__sparse_drop_residual(nexus, &nexus->plan.chunks[i]);
+        any |= nexus->plan.chunks[i].own_residual;
+    }
+    return any;
+}
+
+/* Whether this step is sparse, from what all ranks know alike. What is kept back of dense chunks goes into the next step whatever that
+ * is, and needs no agreement: it is this rank's own. */
 void lf__sparse_begin(lf_nexus *nexus)
 {
     nexus_sparse *s = &nexus->sparse;
     const int64_t step = nexus->steps_before + nexus->steps;
-    const bool was_flushed = s->flushing;
-    if (!s->n_chunks && !s->dirty && !was_flushed) return;
+    if (!s->n_chunks && !s->dirty && !s->own) return;
+    s->own = keep_own(nexus);
+    s->was_dirty = s->dirty;
+    s->was_asked = s->asked;
     s->turn = step % nexus->transport.world;
     s->now = s->n_chunks && !s->asked && step >= nexus->opts.sparse_warmup_steps;
-    for (int32_t i = 0; was_flushed && i < nexus->plan.n_chunks; i++)
-        if (nexus->plan.chunks[i].form == NEXUS_DENSE) lf__sparse_drop_residual(nexus, &nexus->plan.chunks[i]);
     s->flushing = s->dirty && !s->now;
     s->dirty = s->now && nexus->opts.error_feedback;
     s->asked = false;
 }
 
+/* Nothing of the step has run. */
 void lf__sparse_cancel(lf_nexus *nexus)
 {
-    nexus->sparse.dirty |= nexus->sparse.flushing;
-    nexus->sparse.flushing = false;
+    nexus_sparse *s = &nexus->sparse;
+    if (!s->n_chunks && !s->was_dirty && !s->own) return;
+    s->dirty = s->was_dirty;
+    s->asked = s->was_asked;
+    s->flushing = s->own = false;
 }
 
 static bool my_turn(const lf_nexus *nexus, int32_t chunk)
@@ -109,7 +125,7 @@ static bool my_turn(const lf_nexus *nexus, int32_t chunk)
 lf_status lf__sparse_prepare(lf_nexus *nexus, int32_t chunk, lf_stream *stream)
 {
     const nexus_chunk *c = &nexus->plan.chunks[chunk];
-    if (nexus->sparse.flushing && c->topk.residual)
+    if (c->topk.residual && (nexus->sparse.flushing || c->own_residual))
         return lf__nexus_topk(nexus->device, nexus->kernels, &c->topk, LF__TOPK_FLUSH, stream);
     if (!lf__sparse_now(nexus, c)) return LF_OK;
     lf_status rc = lf__nexus_topk(nexus->device, nexus->kernels, &c->topk, LF__TOPK_FOLD, stream);

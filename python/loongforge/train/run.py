@@ -431,7 +431,7 @@ class Run:
         state = {"run": run}
         if self.sync.sparse:  # on the disk before the checkpoint that names it
             state["residual"] = self.sync.save_residual(self.residuals, self.step)
-            self.sync.prune_residuals(self.residuals, self.vault.steps())
+            self.sync.prune_residuals(self.residuals, self.vault.steps(), self.step)
         self.vault.save(self.step, state)
 
     # ---- the end ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -191,23 +192,48 @@ sweep, calls = _C.loom_adamw, []
 
 def broken(*args):
     calls.append(args)
-    if len(calls) == 3:
+    if len(calls) == fails_at:
         raise RuntimeError("planted")
     return sweep(*args)
 
 
-_C.loom_adamw = broken
-try:
+n_sweeps = trace(None).count("sweep")
+for n in (3, n_sweeps):  # in the middle, and behind the last wait
+    fails_at = n
+    calls.clear()
+    _C.loom_adamw = broken
+    try:
+        run.optimizer.step()
+        raise SystemExit("the planted error got lost")
+    except RuntimeError as error:
+        assert "planted" in str(error)
+    finally:
+        _C.loom_adamw = sweep
+    run.optimizer.zero_grad()
+    run.loss().backward()
     run.optimizer.step()
-    raise SystemExit("the planted error got lost")
-except RuntimeError as error:
-    assert "planted" in str(error)
-finally:
-    _C.loom_adamw = sweep
-run.optimizer.zero_grad()
-run.loss().backward()
+    run.optimizer.zero_grad()
+    with run.sync.overlap_update():
+        run.loss().backward()
 run.optimizer.step()
 run.close()
+
+# A limit set for gradients that were then dropped has no part in the next step.
+results = []
+for overlapped in (False, True):
+    run = Run()
+    run.loss().backward()
+    run.optimizer.clip_grad_norm_(1e-3)
+    if overlapped:
+        run.map.zero_grad()  # the map's: the optimizer does not hear of it
+    else:
+        run.optimizer.zero_grad()
+    with run.sync.overlap_update() if overlapped else nullcontext():
+        run.loss().backward()
+    run.optimizer.step()
+    results.append(run.planes())
+    run.close()
+assert equal(*results) and equal_everywhere(results[1])
 
 # A norm that is not finite: with a limit nothing is written; without one what landed before it is, the same on every rank.
 for clip in (1.0, 0.0):

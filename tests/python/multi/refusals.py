@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from loongforge import NexusSync
+from loongforge import NexusSync, accelerate, undo
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -60,6 +60,20 @@ for zero in (lambda m: m.zero_grad(), lambda m: m.zero_grad(set_to_none=False)):
         dist.all_reduce(total)
         torch.testing.assert_close(p.grad, total)
     sync.close()
+
+net = model()
+accelerate(net)
+sync = NexusSync(net, skip_empty=True)
+assert "skip_empty skips nothing" in sync.describe()
+try:
+    undo(net)
+    raise SystemExit("undone under a NexusSync, which would reduce nothing any more")
+except RuntimeError as error:
+    assert "sync.close() first" in str(error)
+net(x).square().sum().backward()
+assert all(equal(p.grad) for p in net.parameters())
+sync.close()
+undo(net)
 
 net = model()
 sync = NexusSync(net, reduce="sum")

@@ -106,7 +106,7 @@ for dtype in (None, torch.bfloat16):
     for clip in (None, 0.0, 0.05):
         for early in (True, False):
             whole, shares = Run(False, dtype), Run(True, dtype)
-            assert shares.sync.sharded and f"shares of {world} ranks (gloo has no reduce-scatter" in shares.sync.describe()
+            assert shares.sync.sharded and f"shares of {world} ranks (gloo has no reduce-scatter here" in shares.sync.describe()
             for _ in range(4):
                 whole.step(clip, early)
                 shares.step(clip, early)
@@ -117,6 +117,27 @@ for dtype in (None, torch.bfloat16):
             assert equal_everywhere(planes)
             whole.close()
             shares.close()
+
+# A nan in one rank's share, or in a rest that all ranks update, keeps every rank from writing anything.
+for at in ("share of rank 0", "share of the last rank", "a rest"):
+    run = Run(True)
+    layer, before = run.model.layers[3], run.planes()
+    spoiled = layer.bias if at == "a rest" else layer.weight
+
+    def spoil(grad, at=at):
+        grad = grad.clone()
+        grad.view(-1)[-1 if "last" in at else 0] = float("nan")
+        return grad
+
+    if rank == 0:
+        spoiled.register_hook(spoil)
+    run.loss().backward()
+    run.optimizer.clip_next(0.0)
+    run.optimizer.step()
+    assert not torch.isfinite(run.optimizer.norm)
+    after = run.planes()
+    assert all(torch.equal(before[key], after[key]) for key in before), at
+    run.close()
 
 # And so is a StepGraph's.
 results = []

@@ -32,10 +32,10 @@ class Net(nn.Module):
 
 
 class Run:
-    def __init__(self, dtype=None, lr=1e-2, **options):
+    def __init__(self, dtype=None, lr=1e-2, net=Net, map_options=None, **options):
         torch.manual_seed(0)
-        self.model = Net()
-        self.map = ParameterMap(self.model, dtype=dtype)
+        self.model = net()
+        self.map = ParameterMap(self.model, map_options, dtype=dtype)
         self.optimizer = AdamW(self.map, lr=lr, weight_decay=0.0)
         self.sync = NexusSync(self.model, chunk_bytes=4096, **{"comm_strategy": "sparse", **options})
         self.reduced = [torch.zeros_like(b.grad, dtype=torch.float64) for b in self.map.blocks]
@@ -146,11 +146,91 @@ assert "rank 1" in lost and "dropped" in lost
 run.sync.close()
 straight.sync.close()
 run = resumed()
-run.sync.save_residual(folder, 6)
-run.sync.save_residual(folder, 9)
-run.sync.prune_residuals(folder, [6])
+for step in (6, 7, 9):
+    run.sync.save_residual(folder, step)
+run.sync.prune_residuals(folder, [6, 8], 7)  # 8 is damaged: the run went back to 6, and 7 is about to be saved
 dist.barrier()
-assert sorted(os.listdir(folder)) == sorted(f"step{s:08d}.rank{r}" for s in (6, 9) for r in range(world))
+assert sorted(os.listdir(folder)) == sorted(f"step{s:08d}.rank{r}" for s in (6, 7, 9) for r in range(world))
+run.sync.close()
+
+# Going back within a process: what was kept back since then is dropped, and a second load adds nothing.
+run = trained(5)
+saved = run.sync.save_residual(folder, 5)
+for _ in range(2):
+    run.step(5)
+    for _ in range(2):
+        assert run.sync.load_residual(folder, saved) == []
+    assert run.sync.save_residual(folder, 6)["digests"] == saved["digests"]
+assert run.sync.load_residual(folder, None) == []
+assert _C.nexus_residual_bytes(run.sync.handle) == 0
+run.sync.close()
+
+
+# Another choice of forms: what was kept back of chunks that are dense now goes into the next step, and nothing is lost.
+class Mixture(Net):
+    """Experts of two groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = self.parts
+        del self.parts
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return sum(e(x) for e in self.experts)
+
+
+everything = {"comm_strategy": "hybrid", "link_mb_s": 0.5, "topk_mb_s": 5000.0}
+first = Run(lr=0.0, net=Mixture, map_options={"high_load_experts": 1}, **everything)
+assert {c["form"] for c in first.sync.chunks()} == {"sparse"}
+for i in range(3):
+    first.step(i)
+saved = first.sync.save_residual(folder, 3)
+for strategy in ("sparse", "dense"):
+    run = Run(lr=0.0, net=Mixture, map_options={"high_load_experts": 1}, comm_strategy=strategy)
+    run.sync.seek(3)
+    assert run.sync.load_residual(folder, saved) == []
+    before = _C.nexus_residual_bytes(run.sync.handle)
+    _C.nexus_begin(run.sync.handle)
+    _C.nexus_cancel(run.sync.handle)
+    assert _C.nexus_residual_bytes(run.sync.handle) == before > 0
+    for i in (3, 4):
+        run.step(i)
+    held = 4 * sum(c["count"] for c in run.sync.chunks() if c["form"] == "sparse")
+    assert _C.nexus_residual_bytes(run.sync.handle) == held < before
+    if strategy == "sparse":
+        run.sync.flush_residual()
+    run.step(5)
+    dense = Run(lr=0.0, net=Mixture, map_options={"high_load_experts": 1}, comm_strategy="dense")
+    for i in range(6):
+        dense.step(i)
+    for a, b, c in zip(first.reduced, run.reduced, dense.reduced):
+        torch.testing.assert_close(a + b, c, rtol=0, atol=1e-6)
+    for r in (run, dense):
+        r.sync.close()
+first.sync.close()
+
+# A rank that cannot read its file makes it fail on all; ranks that disagree on what is kept back agree on replanning.
+run = trained(5)
+saved = run.sync.save_residual(folder, 5)
+mine = os.path.join(folder, f"step00000005.rank{rank}")
+if rank == 1:
+    os.rename(mine, mine + ".away")
+    os.mkdir(mine)
+try:
+    run.sync.load_residual(folder, saved)
+    raise SystemExit("a folder was read")
+except RuntimeError as error:
+    assert "rank 1 could not take" in str(error), error
+if rank == 1:
+    os.rmdir(mine)
+(lost,) = run.sync.load_residual(folder, saved)
+try:
+    run.map.replan()
+    raise SystemExit("replanned with residuals")
+except RuntimeError as error:
+    assert "kept back" in str(error), error
 run.sync.close()
 
 # One tensor by itself: exact over the ranks.
