@@ -77,13 +77,13 @@ enum { SPANS = 4 };
 typedef struct nexus_sparse {
     void *residuals, *wire, *scratch; /* wire: masks and values, what the transport moves */
     int64_t residual_bytes, wire_bytes, n_chunks;
-    bool dirty;    /* a residual may hold something */
-    bool asked;    /* lf_nexus_residual_flush: the next step is dense */
-    bool now;      /* this step is sparse */
-    bool flushing; /* this step is dense and takes the residuals along */
-    bool own;      /* this step takes along what was loaded for chunks that are dense */
+    bool dirty;                /* a residual may hold something */
+    bool asked;                /* lf_nexus_residual_flush: the next step is dense */
+    bool now;                  /* this step is sparse */
+    bool flushing;             /* this step is dense and takes the residuals along */
+    bool own;                  /* this step takes along what was loaded for chunks that are dense */
     bool was_dirty, was_asked; /* before this step began */
-    int64_t turn;  /* of this step */
+    int64_t turn;              /* of this step */
 } nexus_sparse;
 
 typedef struct nexus_traced {
