@@ -120,7 +120,9 @@ typedef struct lf_nexus_options {
     int32_t probe;                   /* hybrid: measure the link when a handle opens */
     double link_latency_us;          /* hybrid: of a small sum over all ranks */
     double link_mb_s;                /* hybrid: 10^6 bytes of an array summed over all ranks a second; 0: not told */
-    double topk_mb_s; /* hybrid: 10^6 bytes of gradients a second through top-k; 0: measured with the link, else 500 */
+    double topk_mb_s;   /* hybrid: 10^6 bytes of gradients a second through top-k; 0: measured with the link, else 500 */
+    int32_t chunk_tune; /* chunk_bytes is the first size, lf_nexus_tune_end finds the quickest */
+    int64_t chunk_least, chunk_most; /* sizes that it tries */
 } lf_nexus_options;
 
 /** One row of the schedule. */
@@ -149,6 +151,7 @@ LF_API lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *
 /** Close the transport and free the schedule. NULL is allowed. A step that was begun is given up. */
 LF_API void lf_nexus_close(lf_nexus *nexus);
 
+/** This and the next change with the schedule: not while lf_nexus_retune or lf_nexus_tune_end runs. */
 LF_API int32_t lf_nexus_n_chunks(const lf_nexus *nexus);
 /** The i-th chunk in the order of posting.  @return LF_ERR_INVALID (no such chunk, or info->size). */
 LF_API lf_status lf_nexus_get_chunk(const lf_nexus *nexus, int32_t chunk, lf_chunk_info *info);
@@ -199,6 +202,37 @@ LF_API lf_status lf_nexus_gather(lf_nexus *nexus, int32_t role, int32_t first, i
  *  @return LF_ERR_STATE (a step is not taken whole); the transport's error, which ends the handle. */
 LF_API lf_status lf_nexus_gathered(lf_nexus *nexus, lf_stream *stream);
 LF_API lf_status lf_nexus_get_stats(const lf_nexus *nexus, lf_nexus_stats *stats);
+
+/** Make the schedule anew with another chunk size: the same map, transport and forms. Between steps, on every rank in the same place; waits
+ *  on the host, compares with all ranks as lf_nexus_open does. Steps captured before must not be launched any more. With shard_optimizer
+ *  shares change too, so masters and moments go to all ranks first. Ends tuning.
+ *  @param chunk_bytes 4096 to 2^40, as the option.  @param stream the last step's update was queued there (NULL: it is done).
+ *  @return LF_ERR_INVALID (chunk_bytes); LF_ERR_STATE (a step is running, gathers are not waited for, something is kept back of
+ *  gradients, no transport); LF_ERR_UNSUPPORTED (chunks in the sparse form): nothing has changed. LF_ERR_PEER (another size on another
+ *  rank), LF_ERR_NOMEM, the transport's error: the handle is ended. */
+LF_API lf_status lf_nexus_retune(lf_nexus *nexus, int64_t chunk_bytes, lf_stream *stream);
+
+/** With chunk_tune: around a whole training step, its update included. Sizes within chunk_least and chunk_most are tried, each for a few
+ *  steps, and the one whose steps were shortest on the slowest rank stays, when it is at least 2 % quicker than the first. The host waits
+ *  for the device where a try ends, once a size. Without chunk_tune, and when it is settled, both calls do nothing.
+ *  @param stream that the step is queued on, the same in both (NULL: the step is done on return, and the host's clock counts). Not capturing.
+ *  @return LF_ERR_STATE (a step is running); the handle's error. */
+LF_API lf_status lf_nexus_tune_begin(lf_nexus *nexus, lf_stream *stream);
+/** The step is queued.  @param counts 0: its time says nothing (warming up, capturing). All ranks call this in the same steps with the same
+ *  `counts`.  @param[out] changed 1: the schedule is another one, as after lf_nexus_retune.
+ *  @return LF_ERR_STATE (a step is running, or lf_nexus_tune_begin was not called); as lf_nexus_retune. */
+LF_API lf_status lf_nexus_tune_end(lf_nexus *nexus, lf_stream *stream, int32_t counts, int32_t *changed);
+/** What tuning is at. */
+typedef struct lf_tuning_info {
+    size_t size;
+    int64_t chunk_bytes, first_bytes; /* of now; that it began with */
+    int32_t n_sizes, n_tried;         /* to try, with the first; 0: nothing is tuned */
+    int32_t settled;                  /* chunk_bytes stays */
+    double first_s, chunk_s;          /* a step with either; 0: not known */
+    const char *why;                  /* nothing is tuned, in words; "" when it is; owned by the library */
+} lf_tuning_info;
+/** @return LF_ERR_INVALID (info->size). */
+LF_API lf_status lf_nexus_get_tuning(const lf_nexus *nexus, lf_tuning_info *info);
 
 enum {
     LF_NEXUS_RECENT = 32, /* collectives that are remembered */

@@ -17,8 +17,7 @@ lf_status lf__nexus_find_kernels(lf_device *device, const lf__nexus_kernels **ke
     return rc;
 }
 
-/* Addresses for reducing, and whether we can reduce what is there. */
-static lf_status resolve_chunks(lf_nexus *nexus)
+lf_status lf__nexus_resolve_chunks(lf_nexus *nexus)
 {
     for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
         nexus_chunk *c = &nexus->plan.chunks[i];
@@ -42,11 +41,12 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc == LF_OK) rc = lf__nexus_choose_forms(nexus);
     if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
     if (rc == LF_OK) rc = lf__nexus_spans_open(nexus);
-    if (rc == LF_OK) rc = resolve_chunks(nexus);
+    if (rc == LF_OK) rc = lf__nexus_resolve_chunks(nexus);
     if (rc == LF_OK) rc = lf__sparse_open(nexus);
     if (rc == LF_OK) rc = lf__chain_open(nexus);
     if (rc == LF_OK) rc = lf__shard_open(nexus);
     if (rc == LF_OK) rc = lf__empty_open(nexus);
+    if (rc == LF_OK) rc = lf__tune_open(nexus);
     if (rc == LF_OK) rc = lf__nexus_agree(nexus);
     if (rc == LF_OK) rc = lf__debug_open(nexus);
     return rc == LF_OK ? lf__nexus_announce_memory(nexus) : rc;
@@ -61,7 +61,10 @@ static void free_nexus(lf_nexus *nexus)
     lf__nexus_spans_close(nexus);
     lf__nexus_trace_close(nexus);
     lf__debug_close(nexus);
+    lf__tune_close(nexus);
     lf__nexus_schedule_free(&nexus->plan);
+    for (int32_t i = 0; i < nexus->n_superseded; i++) lf__free(nexus->superseded[i]);
+    lf__free(nexus->superseded);
     lf__mutex_close(nexus->mutex);
     lf__free(nexus->marked);
     lf__free(nexus->gather_ticket);

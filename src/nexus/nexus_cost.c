@@ -35,15 +35,15 @@ bool lf__nexus_link_told(const lf_nexus_options *opts, nexus_link *link)
 
 /* ---- measured --------------------------------------------------------------------------------------------------------- */
 
-/* The largest of every rank's numbers, on all of them: a transport can only sum, so each has a place of its own. */
-static lf_status agree_on_largest(lf_nexus *nexus, double *numbers, int32_t n)
+/* A transport can only sum, so each has a place of its own. */
+lf_status lf__nexus_agree_on_largest(lf_nexus *nexus, double *numbers, int32_t n)
 {
     const int32_t world = nexus->transport.world;
     const size_t bytes = (size_t)n * (size_t)world * sizeof(double);
     double *all = lf__alloc(bytes);
     void *shared = NULL;
     int64_t ticket;
-    lf_status rc = all ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "the probe of a link");
+    lf_status rc = all ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "numbers of %d ranks", world);
     if (rc < 0) goto out;
     memcpy(all + (size_t)n * (size_t)nexus->transport.rank, numbers, (size_t)n * sizeof(double));
     LF_TRY(lf_device_alloc(nexus->device, bytes, &shared));
@@ -72,7 +72,7 @@ static lf_status time_sum(lf_nexus *nexus, void *data, int64_t count, double *se
         const double took = (double)(lf__now_ns() - began) * 1e-9;
         if (i == 0 || (i > 0 && took < *seconds)) *seconds = took;
     }
-    rc = agree_on_largest(nexus, seconds, 1);
+    rc = lf__nexus_agree_on_largest(nexus, seconds, 1);
 out:
     return rc;
 }
@@ -127,7 +127,7 @@ static lf_status probe_topk(lf_nexus *nexus, void *data, nexus_link *link)
         const double took = (double)(lf__now_ns() - began) * 1e-9;
         if (i > 0) mean += took / PROBE_ROUNDS; /* the first touches new memory */
     }
-    LF_TRY(agree_on_largest(nexus, &mean, 1));
+    LF_TRY(lf__nexus_agree_on_largest(nexus, &mean, 1));
     link->topk_bytes_s = (double)n * 4 / (mean > 1e-9 ? mean : 1e-9);
 out:
     lf_device_free(nexus->device, room);

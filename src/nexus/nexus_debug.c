@@ -19,6 +19,9 @@ typedef struct nexus_debug {
     int64_t room, posted, settled, waited; /* settled: of these, waited for here; waited <= settled <= posted */
 } nexus_debug;
 
+/* A whole step's shares, rests and gathers. */
+static int64_t room_for(const lf_nexus *nexus) { return 3 * (int64_t)nexus->plan.n_chunks + 2; }
+
 lf_status lf__debug_open(lf_nexus *nexus)
 {
     if (!nexus->opts.debug) return LF_OK;
@@ -27,10 +30,23 @@ lf_status lf__debug_open(lf_nexus *nexus)
     const size_t world = (size_t)nexus->transport.world;
     d->host = lf__alloc_array(world, sizeof *d->host);
     if (!d->host) return LF_FAIL(LF_ERR_NOMEM, "nexus");
-    d->room = 3 * (int64_t)nexus->plan.n_chunks + 2; /* a whole step's shares, rests and gathers */
+    d->room = room_for(nexus);
     d->tickets = lf__alloc_array((size_t)d->room, sizeof *d->tickets);
     if (!d->tickets) return LF_FAIL(LF_ERR_NOMEM, "nexus");
     return lf_device_alloc(nexus->device, world * sizeof *d->host, &d->shared);
+}
+
+lf_status lf__debug_resize(lf_nexus *nexus)
+{
+    nexus_debug *d = nexus->debug;
+    if (!d) return LF_OK;
+    const int64_t room = room_for(nexus);
+    int64_t *tickets = lf__alloc_array((size_t)room, sizeof *tickets);
+    if (!tickets) return LF_FAIL(LF_ERR_NOMEM, "nexus");
+    lf__free(d->tickets);
+    d->tickets = tickets;
+    d->room = room;
+    return LF_OK;
 }
 
 void lf__debug_close(lf_nexus *nexus)

@@ -41,6 +41,16 @@ static void set_form(const lf_nexus *nexus, nexus_chunk *c, int32_t form, const 
     c->topk.k = k < 1 ? 1 : k > c->range.count ? c->range.count : k;
 }
 
+void lf__nexus_keep_dense(const lf_nexus *nexus, nexus_schedule *plan)
+{
+    for (int32_t i = 0; i < plan->n_chunks; i++)
+        for (int32_t k = 0; k < nexus->plan.n_chunks; k++)
+            if (nexus->plan.chunks[k].group == plan->chunks[i].group) {
+                set_form(nexus, &plan->chunks[i], NEXUS_DENSE, nexus->plan.chunks[k].why);
+                break;
+            }
+}
+
 /* ---- hybrid ------------------------------------------------------------------------------------------------------------ */
 
 static lf_status find_link(lf_nexus *nexus, nexus_link *link, const char **source)

@@ -99,6 +99,35 @@ typedef struct nexus_trace {
     nexus_traced ring[LF_NEXUS_RECENT];
 } nexus_trace;
 
+enum { TUNE_SIZES = 20, TUNE_TRIES = 8, TUNE_SKIP = 1, TUNE_START = 4 };
+
+/** Which chunk sizes are tried, and how they did: no clock and no rank in it. */
+typedef struct nexus_tuner {
+    int64_t bytes[TUNE_SIZES];  /* (n), the first size in front */
+    double seconds[TUNE_SIZES]; /* (n) of a step: the slowest rank's; INFINITY: not known */
+    int32_t n, now;             /* now: the one in use */
+    int32_t n_tried;
+    int32_t skip, times; /* of this try: steps that are not yet counted, and steps that were */
+    bool again;          /* the first one is tried once more, before another takes its place */
+    bool settled;
+} nexus_tuner;
+
+/** A step's time: two events on its stream, or the host's clock where it has none. */
+typedef struct nexus_lap {
+    lf_event *from, *to;
+    int64_t began_ns;
+    double seconds;
+    bool by_events;
+} nexus_lap;
+
+/** A tuner with a clock. */
+typedef struct nexus_tuning {
+    nexus_tuner tuner;
+    nexus_lap laps[TUNE_TRIES];
+    bool begun;
+    const char *why; /* nothing is tuned */
+} nexus_tuning;
+
 struct nexus_chain;
 struct nexus_debug;
 
@@ -143,6 +172,9 @@ struct lf_nexus {
     void *busy_user;
     double held_s;
     struct nexus_debug *debug; /* NULL: the option is off */
+    nexus_tuning tuning;
+    nexus_run **superseded; /* (n_superseded) of earlier schedules: a transport may keep their labels until close */
+    int32_t n_superseded;
 };
 
 /** Cut the map's groups into chunks of at most `chunk_bytes`, order them, and gather them into runs of at most `run_bytes`.
@@ -182,6 +214,8 @@ lf_status lf__gate_hold(lf_nexus *nexus, lf_stream *stream);
 typedef enum nexus_stage { NEXUS_SUMS, NEXUS_VALUES, NEXUS_BESIDE, NEXUS_SHARES } nexus_stage;
 lf_status lf__debug_open(lf_nexus *nexus);
 void lf__debug_close(lf_nexus *nexus);
+/** The schedule is another one, and nothing is under way. */
+lf_status lf__debug_resize(lf_nexus *nexus);
 /** A post is on its way. */
 lf_status lf__debug_posted(lf_nexus *nexus, int64_t ticket, lf_stream *stream);
 /** Its wait comes: whether a comparison has waited for it already. */
@@ -210,6 +244,8 @@ lf_status lf__empty_clear(lf_nexus *nexus, const nexus_chunk *c, lf_stream *stre
 lf_status lf__shard_open(lf_nexus *nexus);
 lf_status lf__shard_post(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
 lf_status lf__shard_wait(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+/** Masters and moments of every rank's shares to all, in order of `stream`; the host waits. */
+lf_status lf__shard_gather_state(lf_nexus *nexus, lf_stream *stream);
 /** LF_ERR_STATE when gathers were not waited for. */
 lf_status lf__shard_check(const lf_nexus *nexus);
 /** Address of part of a chunk's gradient. */
@@ -228,6 +264,8 @@ typedef struct nexus_cost {
 } nexus_cost;
 /** Of a group's chunks: `bytes` of gradients, of which `sent_bytes` move when they are sparse. */
 nexus_cost lf__nexus_cost(const nexus_link *link, int64_t n_chunks, int64_t bytes, int64_t sent_bytes);
+/** The largest of every rank's numbers, on all of them. numbers: (n); collective, the host waits. */
+lf_status lf__nexus_agree_on_largest(lf_nexus *nexus, double *numbers, int32_t n);
 /** The link as options tell it; false: they do not. */
 bool lf__nexus_link_told(const lf_nexus_options *opts, nexus_link *link);
 /** The link as a few sums and a round of top-k show it: the slowest rank's numbers, the same on all. Collective. */
@@ -237,6 +275,8 @@ lf_status lf__nexus_probe(lf_nexus *nexus, nexus_link *link);
 /** The form of each group's chunks, and why: from what all ranks know alike, so that they choose alike. Measures the link where that is
  *  asked for and there is a transport; its kernels must be there then. */
 lf_status lf__nexus_choose_forms(lf_nexus *nexus);
+/** Chunks of another schedule of the same groups, all of which are dense: so are these, for the same reasons. */
+void lf__nexus_keep_dense(const lf_nexus *nexus, nexus_schedule *plan);
 const char *lf__nexus_form_name(int32_t form);
 /** What a step posts for a chunk. */
 int64_t lf__nexus_sent_bytes(const nexus_chunk *c);
@@ -285,7 +325,27 @@ bool lf__chain_has_transport(const lf_nexus *nexus);
 void lf__chain_lock(lf_nexus *nexus);
 void lf__chain_unlock(lf_nexus *nexus);
 
+/* nexus_retune.c. The handle is locked. */
+/** NULL, or why the chunk size cannot change as long as the handle is open. */
+const char *lf__nexus_why_fixed(const lf_nexus *nexus);
+/** As lf_nexus_retune, and tuning goes on. */
+lf_status lf__nexus_retune(lf_nexus *nexus, int64_t chunk_bytes, lf_stream *stream);
+
+/* nexus_tune.c */
+/** Sizes to try: `first`, and within the bounds. */
+void lf__tuner_init(nexus_tuner *t, int64_t first, int64_t least, int64_t most);
+/** A step that counts: whether its time is asked for, as number t->times - 1 of this try. */
+bool lf__tuner_step(nexus_tuner *t);
+/** The median of those times (n, sorted here) that are numbers above 0; INFINITY when none is. */
+double lf__tuner_figure(double *times, int32_t n);
+/** The try is over: `seconds` is what all ranks agreed on for bytes[now]. Chooses the next `now`. */
+void lf__tuner_take(nexus_tuner *t, double seconds);
+lf_status lf__tune_open(lf_nexus *nexus);
+void lf__tune_close(lf_nexus *nexus);
+
 /* nexus.c */
+/** Addresses of all chunks, and whether we can reduce what is there. */
+lf_status lf__nexus_resolve_chunks(lf_nexus *nexus);
 lf_status lf__nexus_fail_prefix(const lf_nexus *nexus, int32_t chunk, lf_status rc);
 void lf__nexus_add_time(lf_nexus *nexus, int64_t bytes, int64_t ns);
 lf_status lf__nexus_divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);

@@ -12,8 +12,16 @@ static const lf_option rows[] = {
     LF_ROW_I64(S, sparse_warmup_steps, "0", 0, 0x1p40, "sparse: so many first steps are dense."),
     LF_ROW_BOOL(S, error_feedback, "true",
                 "sparse: what is not sent is added to the next step's gradient; false loses it, for comparisons."),
-    LF_ROW_I64(S, chunk_bytes, "16MiB", 4096, 0x1p40,
-               "Bytes of one collective: smaller ones start earlier, larger ones use the link better."),
+    LF_ROW_I64(
+        S, chunk_bytes, "16MiB", 4096, 0x1p40,
+        "Bytes of one collective: smaller ones start earlier, larger ones use the link better. With chunk_tune the first size."),
+    LF_ROW_BOOL(
+        S, chunk_tune, "false",
+        "Try sizes between chunk_least and chunk_most on the first steps, and keep the quickest; which one it is then depends "
+        "on times, and with it the order of sums over more than two ranks."),
+    LF_ROW_I64(S, chunk_least, "4MiB", 4096, 0x1p40, "chunk_tune: smallest size to try; each next one is four times as large."),
+    LF_ROW_I64(S, chunk_most, "256MiB", 4096, 0x1p40,
+               "chunk_tune: largest size to try; with one above every range they are also tried in one piece."),
     LF_ROW_I32(S, priority, "0", -16, 16, "Priority of the stream of a transport that opens one of its own."),
     LF_ROW_F64(S, timeout_s, "60", 0.001, 86400, "Seconds that one collective may take before the step fails."),
     LF_ROW_BOOL(

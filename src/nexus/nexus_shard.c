@@ -29,6 +29,7 @@ lf_status lf__shard_open(lf_nexus *nexus)
         c->rest.count -= covered;
     }
     if (!nexus->sharded) return LF_OK;
+    lf__free(nexus->gather_ticket); /* of an earlier schedule */
     nexus->gather_ticket = lf__alloc_array((size_t)nexus->plan.n_chunks, sizeof *nexus->gather_ticket);
     return nexus->gather_ticket ? LF_OK : LF_FAIL(LF_ERR_NOMEM, "shares of %d chunks", nexus->plan.n_chunks);
 }
@@ -89,6 +90,25 @@ static lf_status gather_chunks(lf_nexus *nexus, int32_t first, int32_t end, int3
     return rc;
 }
 
+static lf_status wait_for_gathers(lf_nexus *nexus, lf_stream *stream)
+{
+    lf_status rc = LF_OK;
+    for (int32_t i = 0; i < nexus->n_gathers && rc == LF_OK; i++) rc = lf__nexus_wait(nexus, nexus->gather_ticket[i], stream);
+    nexus->n_gathers = 0;
+    return rc < 0 ? lf__fail_prefix(rc, "gathering shares") : rc;
+}
+
+lf_status lf__shard_gather_state(lf_nexus *nexus, lf_stream *stream)
+{
+    static const int32_t roles[] = {LF_ROLE_MASTER, LF_ROLE_EXP_AVG, LF_ROLE_EXP_AVG_SQ};
+    lf_status rc = LF_OK;
+    for (size_t i = 0; i < LF_COUNT(roles) && rc == LF_OK && nexus->sharded; i++) {
+        rc = gather_chunks(nexus, 0, nexus->plan.n_chunks, roles[i], stream);
+        if (rc == LF_OK) rc = wait_for_gathers(nexus, NULL);
+    }
+    return rc;
+}
+
 lf_status lf_nexus_gather(lf_nexus *nexus, int32_t role, int32_t first, int32_t n, lf_stream *stream)
 {
     LF_CHECK_ARG(nexus && role >= 0 && role < LF_N_ROLES, "nexus is NULL, or role %d is none", role);
@@ -119,9 +139,8 @@ lf_status lf_nexus_gathered(lf_nexus *nexus, lf_stream *stream)
     lf__lock(nexus->mutex);
     LF_TRY(lf__nexus_check_health(nexus));
     if (nexus->running) LF_THROW(LF_ERR_STATE, "a step was not taken whole; hint: lf_nexus_take or lf_nexus_finish first");
-    for (int32_t i = 0; i < nexus->n_gathers && rc == LF_OK; i++) rc = lf__nexus_wait(nexus, nexus->gather_ticket[i], stream);
-    nexus->n_gathers = 0;
-    if (rc < 0) LF_TRY(lf__nexus_fail_step(nexus, lf__fail_prefix(rc, "gathering shares")));
+    rc = wait_for_gathers(nexus, stream);
+    if (rc < 0) LF_TRY(lf__nexus_fail_step(nexus, rc));
 out:
     lf__unlock(nexus->mutex);
     return rc;

@@ -20,6 +20,7 @@ void lf__nexus_spans_close(lf_nexus *nexus)
         lf_event_close(nexus->spans[i].to);
     }
     lf__free(nexus->spans);
+    nexus->spans = NULL;
 }
 
 /* LF_AGAIN: not there yet. */

@@ -60,13 +60,14 @@ lf_status lf_nexus_get_recent(const lf_nexus *nexus, int32_t back, lf_collective
     lf__lock(t->mutex);
     const bool kept = back < LF_NEXUS_RECENT && back < t->n;
     const nexus_traced e = kept ? t->ring[(t->n - 1 - back) % LF_NEXUS_RECENT] : (nexus_traced){0};
+    const int32_t chunk = kept ? chunk_at(&nexus->plan, e.data) : -1; /* a schedule is replaced under this lock */
     lf__unlock(t->mutex);
     if (!kept) return LF_END;
     const int64_t until = e.state == LF_COLLECTIVE_POSTED ? lf__now_ns() : e.ended_ns;
     *info = (lf_collective_info){.size = sizeof *info,
                                  .state = e.state,
                                  .seq = e.seq,
-                                 .chunk = chunk_at(&nexus->plan, e.data),
+                                 .chunk = chunk,
                                  .dtype = e.dtype,
                                  .count = e.count,
                                  .bytes = e.count * (int64_t)lf_dtype_bytes(e.dtype),

@@ -414,6 +414,49 @@ TEST(nccl_under_nexus)
     CHECK(fake.count("groups") > 0);
 }
 
+/* Times come from the device's events; sizes change until one stays, then once more by hand. */
+static void tuned_steps(rank *r)
+{
+    lf_map *map = make_map();
+    lf_nexus *nexus = NULL;
+    lf_tuning_info info = {.size = sizeof info};
+    int32_t changes = 0, changed, step = 0;
+    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
+    if (r->status == LF_OK) r->t.close = NULL;
+    for (; step < 200 && r->status == LF_OK && !info.settled; step++, changes += changed) {
+        changed = 0;
+        r->status = lf_nexus_tune_begin(nexus, r->stream);
+        if (r->status == LF_OK) r->status = one_step(r, nexus, map, step);
+        if (r->status == LF_OK) check_step(r, map, step);
+        if (r->status == LF_OK) r->status = lf_nexus_tune_end(nexus, r->stream, 1, &changed);
+        if (r->status == LF_OK) r->status = lf_nexus_get_tuning(nexus, &info);
+    }
+    if (r->status == LF_OK && (!info.settled || info.n_sizes < 2 || !(info.first_s > 0) || !(info.chunk_s > 0)))
+        WRONG("after %d steps: settled %d, %d sizes, %g and %g s", step, info.settled, info.n_sizes, info.first_s, info.chunk_s);
+    if (changes < info.n_sizes - 1) WRONG("%d sizes, %d changes", info.n_sizes, changes);
+    if (r->status == LF_OK) r->status = lf_nexus_retune(nexus, 8192, r->stream);
+    if (r->status == LF_OK) r->status = one_step(r, nexus, map, 300);
+    if (r->status == LF_OK) check_step(r, map, 300);
+    lf_nexus_close(nexus);
+    lf_map_unref(map);
+}
+
+TEST(nccl_changes_the_chunk_size)
+{
+    for (int32_t how = 0; how < 3; how++) { /* plain, four ranks, in shares */
+        const int32_t world = how == 1 ? 4 : 2;
+        prepare(world, tuned_steps);
+        for (int32_t i = 0; i < world; i++) {
+            ranks[i].opts.shard_optimizer = how == 2;
+            ranks[i].opts.chunk_bytes = ranks[i].opts.chunk_least = 4096;
+            ranks[i].opts.chunk_tune = 1;
+            snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "mean");
+        }
+        run_ranks(world);
+        all_are(world, LF_OK);
+    }
+}
+
 /* One rank cannot register: none does, and it says why. */
 static void one_cannot_register(rank *r)
 {
@@ -533,6 +576,14 @@ static void captured_step(rank *r)
     if (after.steps != before.steps + 100 || after.collectives != before.collectives * 101) WRONG("replays are not counted");
     if (r->status == LF_OK) r->status = one_step(r, nexus, map, 5); /* eager again */
     if (r->status == LF_OK) check_step(r, map, 5);
+    if (r->status == LF_OK) r->status = lf_nexus_retune(nexus, 16384, r->stream);
+    if (r->status == LF_OK && lf_nexus_replayed(nexus, r->stream) != LF_ERR_STATE)
+        WRONG("a replay of the schedule before this one");
+    fake.capture(11);
+    if (r->status == LF_OK) r->status = one_step(r, nexus, map, 6);
+    fake.capture(0);
+    if (r->status == LF_OK) r->status = lf_nexus_replayed(nexus, r->stream);
+    if (r->status == LF_OK) r->status = lf_nexus_settle(nexus);
     lf_nexus_close(nexus);
     lf_map_unref(map);
 }
