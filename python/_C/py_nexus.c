@@ -406,6 +406,59 @@ static PyObject *nexus_replayed(PyObject *self, PyObject *const *args, Py_ssize_
     return answer(rc);
 }
 
+/* ---- the chunk size -------------------------------------------------------------------------------------------------- */
+
+/* nexus_retune(nexus, chunk_bytes, stream): the schedule is another one then */
+static PyObject *nexus_retune(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "nexus_retune takes 3 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    const long long bytes = b ? PyLong_AsLongLong(args[1]) : 0;
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || PyErr_Occurred() || take_stream(b, args[2], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_retune(b->nexus, bytes, stream));
+    return answer(rc);
+}
+
+/* nexus_tune_begin(nexus, stream) */
+static PyObject *nexus_tune_begin(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    return call_on_stream("nexus_tune_begin", args, nargs, lf_nexus_tune_begin);
+}
+
+/* nexus_tune_end(nexus, stream, counts) -> whether the schedule is another one */
+static PyObject *nexus_tune_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "nexus_tune_end takes 3 arguments, got %zd", nargs);
+    box *b = lfpy_get(args[0], "lf_nexus");
+    const int counts = b ? PyObject_IsTrue(args[2]) : 0;
+    int32_t changed = 0;
+    lf_stream *stream;
+    lf_status rc;
+    if (!b || counts < 0 || take_stream(b, args[1], &stream) < 0) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_tune_end(b->nexus, stream, counts, &changed));
+    return rc < 0 ? lfpy_raise(rc) : PyBool_FromLong(changed);
+}
+
+/* nexus_tuning(nexus) -> dict */
+static PyObject *nexus_tuning(PyObject *self, PyObject *handle)
+{
+    (void)self;
+    box *b = lfpy_get(handle, "lf_nexus");
+    lf_tuning_info t = {.size = sizeof t};
+    lf_status rc;
+    if (!b) return NULL;
+    LFPY_FREE_GIL(rc = lf_nexus_get_tuning(b->nexus, &t));
+    if (rc < 0) return lfpy_raise(rc);
+    return Py_BuildValue("{s:L,s:L,s:i,s:i,s:O,s:d,s:d,s:s}", "chunk_bytes", (long long)t.chunk_bytes, "first_bytes",
+                         (long long)t.first_bytes, "n_sizes", (int)t.n_sizes, "n_tried", (int)t.n_tried, "settled",
+                         t.settled ? Py_True : Py_False, "first_s", t.first_s, "chunk_s", t.chunk_s, "why", t.why);
+}
+
 /* ---- residuals ------------------------------------------------------------------------------------------------------- */
 
 /* nexus_residual_save(nexus, path) -> digest; None: no chunk is sparse */
@@ -615,6 +668,10 @@ PyMethodDef lfpy_nexus_methods[] = {
     FAST(nexus_gathered, "Wait for all gathers: (nexus, stream)."),
     FAST(nexus_reduce, "Sum f64 or i64 over ranks, between steps: (nexus, address, count, dtype, stream)."),
     FAST(nexus_replayed, "A captured step was launched: (nexus, stream)."),
+    FAST(nexus_retune, "The schedule with another chunk size: (nexus, chunk_bytes, stream)."),
+    FAST(nexus_tune_begin, "A whole step begins: (nexus, stream)."),
+    FAST(nexus_tune_end, "It is queued: (nexus, stream, counts) -> whether the schedule is another one."),
+    {"nexus_tuning", nexus_tuning, METH_O, "What tuning of the chunk size is at."},
     {"nexus_check", nexus_check, METH_O, "Raises what ended the handle, also what nobody has asked for yet."},
     {"nexus_settle", nexus_settle, METH_O, "Wait until everything posted is done."},
     {"nexus_cancel", nexus_cancel, METH_O, "Forget a step whose capture failed."},

@@ -37,7 +37,7 @@ class StepGraph:
     batch: tensors, or values that are the same whenever the shapes are. Each new set of shapes makes `warmup` eager steps, all
     of them real steps, and one capture; at most `max_shapes` are captured, further ones stay eager.
     sync: the model's NexusSync, needed with several ranks. All ranks must then give the same sequence of shapes; they capture
-    together, or stay eager together.
+    together, or stay eager together. With its option chunk_tune the first steps try chunk sizes, each captured anew.
     overlap_update: with several ranks the update of a range begins when its reduction is there, not when all are;
     forward_backward promises not to look at gradients after `backward()`, where they are None (`NexusSync.overlap_update`).
     clip: largest norm of the gradient, 0 for none. clock: a step clock (`_C.clock_open`) that is told what is computing and what
@@ -80,7 +80,10 @@ class StepGraph:
         self._generation = optimizer.generation
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._stream = self._pool = None
+        self._steady = True  # the last step was as later ones of its shape will be
         optimizer.map.on_replan(self.forget)
+        if self.sync is not None:
+            self.sync.on_retune(self.forget)
 
     @property
     def n_captured(self) -> int:
@@ -93,6 +96,15 @@ class StepGraph:
         self._pool = None
 
     def __call__(self, *batch):
+        if self.sync is None or not self.sync.tuning:
+            return self._step(batch)
+        self.sync.tune_begin()
+        out = self._step(batch)
+        self.sync.tune_end(self._steady)
+        return out
+
+    def _step(self, batch):
+        self._steady = True
         if self.reason is not None:
             return self._eager(batch)
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
@@ -107,7 +119,9 @@ class StepGraph:
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen <= self.warmup or len(self._captured) >= self.max_shapes:
+                self._steady = seen > self.warmup
                 return self._aside(batch)
+            self._steady = False
             captured = self._capture(batch)
             if captured is None:
                 return self._eager(batch)

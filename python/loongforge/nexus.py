@@ -90,6 +90,7 @@ class NexusSync:
         self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
         self._gate = None
+        self._retuned: list = []
         self._open()
         self.broadcast_state()
         if self.world > 1:  # alone there is nothing to move, and a captured step wants no call into the transport
@@ -128,6 +129,7 @@ class NexusSync:
         elif how == "nccl":
             how = nccl.meet(self.group, self.options)
         self.handle = _C.nexus_open(self.map.handle, how, self.options)
+        self.tuning = not self.chunk_size()["settled"]
         self._read_schedule()
         self.on_the_way = False  # a backward pass has ended, its reductions have not: gradients are nobody's
         self._claimed = False  # they are the optimizer's, which takes them run by run
@@ -355,6 +357,46 @@ class NexusSync:
                     self._sum_words(flat.view(torch.int64))  # bits of rank 0 and nothing: exact
         self.map.weights_written(self.map.blocks)
 
+    # ---- the chunk size -----------------------------------------------------------------------------------------------------
+
+    def tune_begin(self) -> None:
+        """Before each training step, with `tune_end` after it, for the option chunk_tune: sizes are tried on the first steps,
+        and the quickest stays. `StepGraph` does it, a loop of one's own must. `tuning`: there is still something to try."""
+        if self.tuning:
+            _C.nexus_tune_begin(self.handle, stream_of(self.map.torch_device))
+
+    def tune_end(self, counts: bool = True) -> bool:
+        """The step is queued, its update included. counts: its time says something; the same on all ranks. Collective, once a
+        size. -> whether the chunk size is another one: what was captured is void, and those of `on_retune` were told"""
+        if not self.tuning:
+            return False
+        changed = _C.nexus_tune_end(self.handle, stream_of(self.map.torch_device), counts)
+        self.tuning = not self.chunk_size()["settled"]
+        if changed:
+            self._tell_retuned()
+        return changed
+
+    def retune(self, chunk_bytes: int) -> None:
+        """Another chunk size from the next step on. Collective, between steps; ends tuning."""
+        self.land()
+        _C.nexus_retune(self.handle, chunk_bytes, stream_of(self.map.torch_device))
+        self.options.update(chunk_bytes=chunk_bytes, chunk_tune=False)
+        self.tuning = False
+        self._tell_retuned()
+
+    def _tell_retuned(self) -> None:
+        self._read_schedule()
+        for fn in self._retuned:
+            fn()
+
+    def on_retune(self, fn) -> None:
+        """fn() is called when the chunk size has changed: captured steps hold the old schedule."""
+        self._retuned.append(fn)
+
+    def chunk_size(self) -> dict:
+        """-> chunk_bytes, first_bytes; first_s, chunk_s: a step with either; n_sizes, n_tried, settled; why: nothing is tuned"""
+        return _C.nexus_tuning(self.handle)
+
     # ---- beside the gradients -----------------------------------------------------------------------------------------------
 
     def _sum_words(self, flat: torch.Tensor) -> None:
@@ -482,8 +524,8 @@ class NexusSync:
     def stats(self) -> dict:
         """Collectives, bytes, exposed seconds, p50/p95/p99 of one collective; bus_bytes_s: bytes * 2 (P - 1) / P over their time,
         as nccl-tests count; exposed_share: of their time, what steps waited. Where several are under way at once each one's
-        time counts, so both are lower bounds."""
-        return _C.nexus_stats(self.handle)
+        time counts, so both are lower bounds. chunk_bytes: of now."""
+        return dict(_C.nexus_stats(self.handle), chunk_bytes=self.chunk_size()["chunk_bytes"])
 
     def gate(self, monitor) -> None:
         """Hold runs of collectives back while this monitor's GPU (a handle of `_C.monitor_open`) is busier than the option

@@ -103,6 +103,13 @@ def test_ranks_on_gpus(what):
 
 
 @needs_two_gpus
+def test_captured_steps_follow_the_chunk_size():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, str(MULTI / "retune.py"), "cuda"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("all the same bits") == 2, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@needs_two_gpus
 def test_killed_ranks_on_gpus():
     done = subprocess.run([sys.executable, str(MULTI / "nccl_kill.py")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

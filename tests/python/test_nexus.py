@@ -87,6 +87,14 @@ def test_an_optimizer_in_shares_is_the_whole_one(world, tmp_path):
     assert done.stdout.count("all alike") == world
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_chunk_size_that_changes_changes_nothing_else(world):
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(MULTI / "retune.py")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all the same bits") == world
+
+
 def test_experts_without_a_token_anywhere_do_not_move():
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(MULTI / "empty.py")]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)

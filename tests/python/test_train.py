@@ -132,6 +132,27 @@ def test_two_ranks_train_evaluate_and_resume(scenes, tmp_path):
     assert [r["step"] for r in rows(tmp_path, "two")] == [1, 2, 3, 4, 5]
 
 
+def test_two_ranks_tune_the_chunk_size(scenes, tmp_path):
+    """Sizes change in the middle of the run on both ranks at once; two ranks' sums are the same bits however they are cut."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "loongforge.train"]
+    options = ["--data", scenes, "--steps", "45", "--clip", "0", "--capture", "false", *SMALL[:4], *SMALL[6:], "--log_every", "1"]
+    options += ["--nexus.chunk_bytes", "65536"]
+    bounds = ["--nexus.chunk_tune", "true", "--nexus.chunk_least", "65536", "--nexus.chunk_most", "1048576"]
+    out = {}
+    for name, more in (("plain", ()), ("tuned", bounds)):
+        args = [*command, *map(str, options), "--name", name, *more]
+        done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+        out[name] = done.stderr
+    assert [r[:2] for r in losses(tmp_path, "tuned")] == [r[:2] for r in losses(tmp_path, "plain")]
+    sizes = {n: json.loads((tmp_path / "runs" / n / "summary.json").read_text())["nexus"] for n in out}
+    assert sizes["plain"]["chunk_bytes"] == 65536 and sizes["tuned"]["chunk_bytes"] in (65536, 262144, 1048576)
+    assert sizes["tuned"]["collectives"] < sizes["plain"]["collectives"]  # larger ones were tried
+    line = [line for line in out["tuned"].splitlines() if "chunk size" in line]
+    assert len(line) == 1 and f"{sizes['tuned']['chunk_bytes']:,} bytes: settled, 3 sizes tried" in line[0], out["tuned"]
+    assert "chunk size" not in out["plain"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example_runs_as_the_readme_says(scenes, tmp_path, ranks):
     script = pathlib.Path(__file__).parents[2] / "examples" / "train_gr00t_n16.py"

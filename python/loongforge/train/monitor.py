@@ -74,6 +74,21 @@ class Skew:
         }
 
 
+def chunk_text(size: dict) -> str:
+    """size: NexusSync.chunk_size(), with something tried -> the line when tuning ends, or the run before it"""
+    found = f"chunk size {size['chunk_bytes']:,} bytes"
+    if not size["settled"]:
+        return f"{found}: the run ended after {size['n_tried']} of {size['n_sizes']} sizes were tried"
+    text = f"{found}: settled, {size['n_sizes']} sizes tried"
+    if not (size["first_s"] and size["chunk_s"]):
+        return f"{text}, no times were had"
+    if size["chunk_bytes"] == size["first_bytes"]:
+        return f"{text}, none is 2 % quicker than the first ({1e3 * size['first_s']:.1f} ms a step)"
+    gain = 100 * (1 - size["chunk_s"] / size["first_s"])
+    times = f"{1e3 * size['first_s']:.1f} to {1e3 * size['chunk_s']:.1f} ms a step"
+    return f"{text}, {gain:.1f} % quicker than {size['first_bytes']:,} ({times})"
+
+
 def comm_text(nexus: dict, skew: dict | None) -> str:
     """nexus: NexusSync.stats() -> the line at the end of a run of several ranks"""
     line = (

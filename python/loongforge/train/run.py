@@ -27,7 +27,7 @@ from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
 from .evaluate import attribute_accuracy, held_out_loss
 from .fault import RunError, Watch
-from .monitor import GpuMonitor, Skew, comm_text
+from .monitor import GpuMonitor, Skew, chunk_text, comm_text
 from .step import FIELDS, RESULTS, LateResults, TrainStep
 
 
@@ -272,6 +272,7 @@ class Run:
         self._before = {"comm": 0.0, "decode": 0.0, "write": 0.0}
         self._announce()
         self.began = self.step
+        self.tuning = self.sync.tuning
         self.watch.begin()
         with _Signals(self):
             while self.step < o["steps"]:
@@ -295,6 +296,8 @@ class Run:
         if self.step > self.began:
             self._save(force=True)
         self.vault.steps(settled=True)
+        if self.tuning:
+            self.console.line(chunk_text(self.sync.chunk_size()))
         self.console.close()
         self.log.close()
         if self.step_of.graph.reason and self.device.type == "cuda":
@@ -323,6 +326,8 @@ class Run:
             self.console.line("note: " + self.monitor.note)
         if self.sync.note:
             self.console.line("note: " + self.sync.note)
+        if self.config["nexus"]["chunk_tune"] and not self.sync.tuning:
+            self.console.line("note: the chunk size is not tuned: " + self.sync.chunk_size()["why"])
         for sentence in self.sync.ignored_environment + self.lost:
             self.console.line("warning: " + sentence)
 
@@ -384,6 +389,9 @@ class Run:
     def _after_step(self) -> None:
         self._collect()
         self._log_rows()
+        if self.tuning and not self.sync.tuning:
+            self.tuning = False
+            self.console.line(chunk_text(self.sync.chunk_size()))
         every = self.o["eval_every"]
         if every and self.step % every == 0 and self.step < self.o["steps"] and self.val_dataset:
             self.watch.enter("evaluation")
