@@ -467,6 +467,49 @@ TEST(sparse_chunks_are_not_tuned)
     }
 }
 
+static const char *residual_of(const rank *r, char path[300])
+{
+    snprintf(path, 300, "%s/residual.rank%d", lf_test_dir, r->t.rank);
+    return path;
+}
+
+static lf_status step_unchecked(lf_map *map, lf_nexus *nexus, lf_stream *stream)
+{
+    lf_status rc = lf_nexus_begin(nexus);
+    for (int32_t b = 0; b < lf_map_n_blocks(map) && rc == LF_OK; b++) rc = lf_nexus_mark(nexus, b, stream);
+    return rc == LF_OK ? lf_nexus_finish(nexus, stream) : rc;
+}
+
+static lf_status leave_a_residual(rank *r, lf_map *map, lf_nexus *nexus, lf_stream *stream)
+{
+    char path[300], hash[33];
+    const lf_range all = trained(map);
+    float *g = lf_map_address(map, &all, LF_ROLE_GRAD);
+    for (int64_t i = 0; i < all.count; i++) g[i] = grad_of(r->t.rank, 0, i);
+    lf_status rc = step_unchecked(map, nexus, stream);
+    return rc == LF_OK ? lf_nexus_residual_save(nexus, residual_of(r, path), hash) : rc;
+}
+
+static lf_status take_a_residual(rank *r, lf_map *map, lf_nexus *nexus, lf_stream *stream)
+{
+    char path[300];
+    lf_status rc = lf_nexus_residual_load(nexus, residual_of(r, path), NULL);
+    if (rc == LF_OK && lf_nexus_retune(nexus, 32768, stream) != LF_ERR_STATE) WRONG("cut anew over a residual");
+    if (rc == LF_OK) rc = step_unchecked(map, nexus, stream);
+    if (rc == LF_OK) rc = lf_nexus_retune(nexus, 32768, stream);
+    return rc == LF_OK ? one_step(r, map, nexus, 1, stream) : rc;
+}
+
+TEST(a_residual_of_dense_chunks_goes_first)
+{
+    prepare(2, leave_a_residual);
+    for (int32_t i = 0; i < 2; i++) snprintf(ranks[i].opts.comm_strategy, LF_TEXT_MAX, "sparse");
+    run_well(2);
+    prepare(2, take_a_residual);
+    for (int32_t i = 0; i < 2; i++) snprintf(ranks[i].opts.comm_strategy, LF_TEXT_MAX, "dense");
+    run_well(2);
+}
+
 TEST(a_schedule_alone_stays_as_it_is)
 {
     if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
