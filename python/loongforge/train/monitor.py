@@ -78,7 +78,7 @@ def chunk_text(size: dict) -> str:
     """size: NexusSync.chunk_size(), with something tried -> the line when tuning ends, or the run before it"""
     found = f"chunk size {size['chunk_bytes']:,} bytes"
     if not size["settled"]:
-        return f"{found}: the run ended after {size['n_tried']} of {size['n_sizes']} sizes were tried"
+        return f"{found} when the run ended, not settled: {size['n_tried']} of {size['n_sizes']} sizes tried"
     text = f"{found}: settled, {size['n_sizes']} sizes tried"
     if not (size["first_s"] and size["chunk_s"]):
         return f"{text}, no times were had"
