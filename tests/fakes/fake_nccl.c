@@ -37,7 +37,7 @@ typedef struct seat {
     _Atomic int64_t arrived, left; /* tiles */
     int64_t count, place, of;      /* elements; which operation of how many in its group */
     int32_t dtype, op, kind;
-    unsigned char tile[TILE * 8];
+    _Alignas(16) unsigned char tile[TILE * 8];
 } seat;
 
 typedef struct room {
