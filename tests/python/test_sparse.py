@@ -15,7 +15,7 @@ MULTI = pathlib.Path(__file__).parent / "multi"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_stay_alike_lose_nothing_and_resume(world, tmp_path):
     command = [*TORCHRUN, f"--nproc-per-node={world}", str(MULTI / "sparse.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -132,6 +132,7 @@ def test_two_ranks_train_evaluate_and_resume(scenes, tmp_path):
     assert [r["step"] for r in rows(tmp_path, "two")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_two_ranks_tune_the_chunk_size(scenes, tmp_path):
     """Sizes change in the middle of the run on both ranks at once; two ranks' sums are the same bits however they are cut."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "loongforge.train"]
