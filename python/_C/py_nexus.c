@@ -1,137 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* NexusSync, with a transport that may be a Python object. The library calls it from whichever thread marks, with the GIL
- * dropped; every call back takes the GIL, and an exception becomes the library's error. */
+/* NexusSync. */
 #include <string.h>
 
-#include "py.h"
-
-/* What a handle of kind "lf_nexus" holds. */
-typedef struct box {
-    lf_nexus *nexus;
-    lf_map *map;       /* borrowed: the handle keeps it */
-    lf_device *device; /* the map's */
-    PyObject *monitor; /* that the gate asks, or NULL */
-    PyObject *post, *wait, *query, *scatter, *gather;
-} box;
-
-/* ---- a Python object as transport ------------------------------------------------------------------------------------ */
-
-/* The exception that is set, as the library's error: "RuntimeError: text". The exception is cleared. */
-static lf_status take_exception(const char *what)
-{
-    PyObject *type = NULL, *value = NULL, *trace = NULL;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    const lf_status status = type && PyErr_GivenExceptionMatches(type, PyExc_TimeoutError) ? LF_ERR_TIMEOUT : LF_ERR_PEER;
-    PyObject *name = type ? PyObject_GetAttrString(type, "__name__") : NULL;
-    PyObject *text = name && value ? PyUnicode_FromFormat("transport %s: %S: %S", what, name, value) : NULL;
-    const char *utf8 = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-    lf_status rc = lf_transport_fail(status, utf8 ? utf8 : what);
-    PyErr_Clear();
-    /* For the main thread, once it is back in Python: last, because making text looks at signals. */
-    if (type && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
-    Py_XDECREF(text);
-    Py_XDECREF(name);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return rc;
-}
-
-static unsigned long long native_of(lf_stream *stream) { return (unsigned long long)(uintptr_t)lf_stream_native(stream); }
-
-static lf_status call_start(PyObject *fn, const char *what, void *data, int64_t count, int32_t dtype, lf_stream *stream,
-                            int64_t *ticket)
-{
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *got =
-        PyObject_CallFunction(fn, "KLiK", (unsigned long long)(uintptr_t)data, (long long)count, (int)dtype, native_of(stream));
-    *ticket = got ? PyLong_AsLongLong(got) : -1;
-    const lf_status rc = PyErr_Occurred() ? take_exception(what) : LF_OK;
-    Py_XDECREF(got);
-    PyGILState_Release(gil);
-    return rc;
-}
-
-static lf_status call_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
-{
-    return call_start(((const box *)user)->post, "post", data, count, dtype, stream, ticket);
-}
-
-static lf_status call_scatter(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
-{
-    return call_start(((const box *)user)->scatter, "scatter", data, count, dtype, stream, ticket);
-}
-
-static lf_status call_gather(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
-{
-    return call_start(((const box *)user)->gather, "gather", data, count, dtype, stream, ticket);
-}
-
-static lf_status call_wait(void *user, int64_t ticket, lf_stream *stream, double timeout_s)
-{
-    const box *b = user;
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *got = PyObject_CallFunction(b->wait, "LKd", (long long)ticket, native_of(stream), timeout_s);
-    const lf_status rc = got ? LF_OK : take_exception("wait");
-    Py_XDECREF(got);
-    PyGILState_Release(gil);
-    return rc;
-}
-
-static lf_status call_query(void *user, int64_t ticket)
-{
-    const box *b = user;
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *got = PyObject_CallFunction(b->query, "L", (long long)ticket);
-    const int done = got ? PyObject_IsTrue(got) : -1;
-    const lf_status rc = done < 0 ? take_exception("query") : done ? LF_OK : LF_AGAIN;
-    Py_XDECREF(got);
-    PyGILState_Release(gil);
-    return rc;
-}
-
-static int int_attribute(PyObject *object, const char *name, int32_t *out)
-{
-    PyObject *value = PyObject_GetAttrString(object, name);
-    const long number = value ? PyLong_AsLong(value) : -1;
-    Py_XDECREF(value);
-    *out = (int32_t)number;
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* A function that may be missing or None. */
-static int optional_attribute(PyObject *object, const char *name, PyObject **out)
-{
-    *out = PyObject_GetAttrString(object, name);
-    if (*out == Py_None) Py_CLEAR(*out);
-    if (*out || !PyErr_Occurred()) return 0;
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
-    PyErr_Clear();
-    return 0;
-}
-
-/* rank, world, post, wait; query, scatter and gather may be missing. */
-static int adopt_object(box *b, PyObject *object, lf_transport *t)
-{
-    *t = (lf_transport){.size = sizeof *t, .name = "python", .user = b, .post = call_post, .wait = call_wait};
-    if (int_attribute(object, "rank", &t->rank) < 0 || int_attribute(object, "world", &t->world) < 0) return -1;
-    if (!(b->post = PyObject_GetAttrString(object, "post")) || !(b->wait = PyObject_GetAttrString(object, "wait"))) return -1;
-    if (optional_attribute(object, "query", &b->query) < 0 || optional_attribute(object, "scatter", &b->scatter) < 0 ||
-        optional_attribute(object, "gather", &b->gather) < 0)
-        return -1;
-    if (b->query) t->query = call_query;
-    if (b->scatter) t->scatter = call_scatter;
-    if (b->gather) t->gather = call_gather;
-    return 0;
-}
+#include "py_nexus.h"
 
 /* ---- the handle ------------------------------------------------------------------------------------------------------ */
 
 /* Called without the GIL. */
 static void close_box(void *handle)
 {
-    box *b = handle;
+    nexus_box *b = handle;
     lf_nexus_close(b->nexus);
     const PyGILState_STATE gil = PyGILState_Ensure();
     Py_XDECREF(b->monitor);
@@ -150,7 +28,7 @@ static void close_unused(const lf_transport *t)
 }
 
 /* ("nccl", rank, world, id): meet the other ranks. */
-static lf_status open_nccl(const box *b, PyObject *how, const lf_nexus_options *o, lf_transport *t)
+static lf_status open_nccl(const nexus_box *b, PyObject *how, const lf_nexus_options *o, lf_transport *t)
 {
     const char *word, *id;
     Py_ssize_t n;
@@ -165,7 +43,7 @@ static lf_status open_nccl(const box *b, PyObject *how, const lf_nexus_options *
     return rc;
 }
 
-static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_options *o)
+static int open_box(nexus_box *b, lf_map *map, PyObject *transport, const lf_nexus_options *o)
 {
     lf_transport t = {.size = sizeof t};
     const char *word = PyUnicode_Check(transport) ? PyUnicode_AsUTF8AndSize(transport, NULL) : NULL;
@@ -183,7 +61,7 @@ static int open_box(box *b, lf_map *map, PyObject *transport, const lf_nexus_opt
         else rc = lf_loopback_open(1, &t);
     } else if (PyTuple_Check(transport)) {
         if ((rc = open_nccl(b, transport, o, &t)) == LF_AGAIN) return -1; /* an exception is set */
-    } else if (transport != Py_None && adopt_object(b, transport, &t) < 0) {
+    } else if (transport != Py_None && lfpy_adopt_transport(b, transport, &t) < 0) {
         return -1;
     }
     if (rc == LF_OK) {
@@ -206,12 +84,12 @@ static PyObject *nexus_open(PyObject *self, PyObject *args)
     lf_map *map = lfpy_get(map_handle, "lf_map");
     if (!map || lfpy_options("nexus", &o, sizeof o, options) < 0) return NULL;
     PyObject *owner = Py_BuildValue("(OO)", map_handle, transport), *handle = NULL;
-    box *b = owner ? PyMem_Malloc(sizeof *b) : NULL;
+    nexus_box *b = owner ? PyMem_Malloc(sizeof *b) : NULL;
     if (!b) {
         Py_XDECREF(owner);
         return PyErr_NoMemory();
     }
-    *b = (box){.map = map, .device = lf_map_device(map)};
+    *b = (nexus_box){.map = map, .device = lf_map_device(map)};
     if (open_box(b, map, transport, &o) == 0) handle = lfpy_wrap(b, "lf_nexus", close_box, owner);
     else LFPY_FREE_GIL(close_box(b));
     Py_DECREF(owner);
@@ -230,7 +108,7 @@ static PyObject *answer(lf_status rc)
 static PyObject *nexus_begin(PyObject *self, PyObject *handle)
 {
     (void)self;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     lf_status rc;
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_begin(b->nexus));
@@ -243,7 +121,7 @@ static PyObject *nexus_present(PyObject *self, PyObject *args)
     (void)self;
     PyObject *handle, *list;
     if (!PyArg_ParseTuple(args, "OO", &handle, &list)) return NULL;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     const Py_ssize_t n = b ? PySequence_Size(list) : -1;
     const int32_t n_blocks = n >= 0 ? lf_map_n_blocks(b->map) : 0;
     int64_t *tokens = n >= 0 ? PyMem_Malloc(((size_t)n_blocks + 1) * sizeof *tokens) : NULL;
@@ -266,7 +144,7 @@ static PyObject *nexus_present(PyObject *self, PyObject *args)
 }
 
 /* The stream of a native handle; -1 with an exception. */
-static int take_stream(const box *b, PyObject *object, lf_stream **stream)
+static int take_stream(const nexus_box *b, PyObject *object, lf_stream **stream)
 {
     const unsigned long long native = PyLong_AsUnsignedLongLong(object);
     if (native == (unsigned long long)-1 && PyErr_Occurred()) return -1;
@@ -278,7 +156,7 @@ static PyObject *nexus_mark(PyObject *self, PyObject *const *args, Py_ssize_t na
 {
     (void)self;
     if (nargs != 3) return PyErr_Format(PyExc_TypeError, "nexus_mark takes 3 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     const long index = b ? PyLong_AsLong(args[1]) : -1;
     lf_stream *stream;
     lf_status rc;
@@ -291,7 +169,7 @@ static PyObject *call_on_stream(const char *name, PyObject *const *args, Py_ssiz
                                 lf_status (*fn)(lf_nexus *, lf_stream *))
 {
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "%s takes 2 arguments, got %zd", name, nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     lf_stream *stream;
     lf_status rc;
     if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
@@ -318,7 +196,7 @@ static PyObject *nexus_take(PyObject *self, PyObject *const *args, Py_ssize_t na
 {
     (void)self;
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "nexus_take takes 2 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     int32_t first, n;
     lf_stream *stream;
     lf_status rc;
@@ -332,7 +210,7 @@ static PyObject *nexus_gather(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     (void)self;
     if (nargs != 5) return PyErr_Format(PyExc_TypeError, "nexus_gather takes 5 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     long number[3] = {0};
     for (int i = 0; b && i < 3 && !PyErr_Occurred(); i++) {
         number[i] = PyLong_AsLong(args[i + 1]);
@@ -357,7 +235,7 @@ static PyObject *nexus_reduce(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     (void)self;
     if (nargs != 5) return PyErr_Format(PyExc_TypeError, "nexus_reduce takes 5 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     const unsigned long long address = b ? PyLong_AsUnsignedLongLong(args[1]) : 0;
     const long long count = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
     const long dtype = PyErr_Occurred() ? 0 : PyLong_AsLong(args[3]);
@@ -371,7 +249,7 @@ static PyObject *nexus_reduce(PyObject *self, PyObject *const *args, Py_ssize_t 
 /* nexus_check(nexus), nexus_settle(nexus), nexus_cancel(nexus) */
 static PyObject *call_plain(PyObject *handle, lf_status (*fn)(lf_nexus *))
 {
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     lf_status rc;
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = fn(b->nexus));
@@ -398,7 +276,7 @@ static PyObject *nexus_replayed(PyObject *self, PyObject *const *args, Py_ssize_
 {
     (void)self;
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "nexus_replayed takes 2 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     lf_stream *stream;
     lf_status rc;
     if (!b || take_stream(b, args[1], &stream) < 0) return NULL;
@@ -413,7 +291,7 @@ static PyObject *nexus_retune(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     (void)self;
     if (nargs != 3) return PyErr_Format(PyExc_TypeError, "nexus_retune takes 3 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     const long long bytes = b ? PyLong_AsLongLong(args[1]) : 0;
     lf_stream *stream;
     lf_status rc;
@@ -434,7 +312,7 @@ static PyObject *nexus_tune_end(PyObject *self, PyObject *const *args, Py_ssize_
 {
     (void)self;
     if (nargs != 3) return PyErr_Format(PyExc_TypeError, "nexus_tune_end takes 3 arguments, got %zd", nargs);
-    box *b = lfpy_get(args[0], "lf_nexus");
+    nexus_box *b = lfpy_get(args[0], "lf_nexus");
     const int counts = b ? PyObject_IsTrue(args[2]) : 0;
     int32_t changed = 0;
     lf_stream *stream;
@@ -448,7 +326,7 @@ static PyObject *nexus_tune_end(PyObject *self, PyObject *const *args, Py_ssize_
 static PyObject *nexus_tuning(PyObject *self, PyObject *handle)
 {
     (void)self;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     lf_tuning_info t = {.size = sizeof t};
     lf_status rc;
     if (!b) return NULL;
@@ -470,7 +348,7 @@ static PyObject *nexus_residual_save(PyObject *self, PyObject *args)
     char hash[33];
     lf_status rc;
     if (!PyArg_ParseTuple(args, "Os", &handle, &path)) return NULL;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_residual_save(b->nexus, path, hash));
     return rc == LF_OK ? PyUnicode_FromString(hash) : answer(rc);
@@ -484,7 +362,7 @@ static PyObject *nexus_residual_load(PyObject *self, PyObject *args)
     const char *path, *hash;
     lf_status rc;
     if (!PyArg_ParseTuple(args, "Oss", &handle, &path, &hash)) return NULL;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_residual_load(b->nexus, path, hash));
     return answer(rc);
@@ -508,7 +386,7 @@ static PyObject *nexus_residual_drop(PyObject *self, PyObject *handle)
 static PyObject *nexus_residual_bytes(PyObject *self, PyObject *handle)
 {
     (void)self;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     int64_t bytes;
     if (!b) return NULL;
     LFPY_FREE_GIL(bytes = lf_nexus_residual_bytes(b->nexus));
@@ -523,7 +401,7 @@ static PyObject *nexus_seek(PyObject *self, PyObject *args)
     long long steps;
     lf_status rc;
     if (!PyArg_ParseTuple(args, "OL", &handle, &steps)) return NULL;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_seek(b->nexus, steps));
     return answer(rc);
@@ -535,7 +413,7 @@ static PyObject *nexus_seek(PyObject *self, PyObject *args)
 static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
 {
     (void)self;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     PyObject *list = b ? PyList_New(0) : NULL;
     for (int32_t i = 0; list && i < lf_nexus_n_chunks(b->nexus); i++) {
         lf_chunk_info c = {.size = sizeof c};
@@ -558,7 +436,7 @@ static PyObject *nexus_chunks(PyObject *self, PyObject *handle)
 static PyObject *nexus_stats(PyObject *self, PyObject *handle)
 {
     (void)self;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     lf_nexus_stats s = {.size = sizeof s};
     lf_status rc;
     if (!b) return NULL;
@@ -584,7 +462,7 @@ static PyObject *nexus_gate(PyObject *self, PyObject *args)
     PyObject *handle, *object;
     lf_status rc;
     if (!PyArg_ParseTuple(args, "OO", &handle, &object)) return NULL;
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     lf_monitor *monitor = b && object != Py_None ? lfpy_get(object, "lf_monitor") : NULL;
     if (!b || (object != Py_None && !monitor)) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_gate(b->nexus, monitor ? busy_pct : NULL, monitor));
@@ -600,7 +478,7 @@ static PyObject *nexus_recent(PyObject *self, PyObject *handle)
 {
     (void)self;
     static const char *const states[] = {"posted", "done", "failed"};
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     PyObject *list = b ? PyList_New(0) : NULL;
     lf_collective_info c = {.size = sizeof c};
     for (int32_t i = 0; list && lf_nexus_get_recent(b->nexus, i, &c) == LF_OK; i++) {
@@ -618,7 +496,7 @@ static PyObject *nexus_describe(PyObject *self, PyObject *handle)
 {
     (void)self;
     char text[512];
-    box *b = lfpy_get(handle, "lf_nexus");
+    nexus_box *b = lfpy_get(handle, "lf_nexus");
     lf_status rc;
     if (!b) return NULL;
     LFPY_FREE_GIL(rc = lf_nexus_describe(b->nexus, text, sizeof text));
