@@ -320,10 +320,10 @@ class NexusSync:
             _C.nexus_gather(self.handle, role, 0, sum(self.run_chunks), stream_of(self.map.torch_device))
             self.gathered()
 
-    def share_weights(self, run: int | None = None) -> None:
-        """This rank's new weights of a run, or all, to the others: posted; `gathered` waits."""
-        first, n = (0, sum(self.run_chunks)) if run is None else (sum(self.run_chunks[:run]), self.run_chunks[run])
-        _C.nexus_gather(self.handle, WEIGHT, first, n, stream_of(self.map.torch_device))
+    def share_weights(self, run: int) -> None:
+        """This rank's new weights of a run to the others: posted; `gathered` waits."""
+        first = sum(self.run_chunks[:run])
+        _C.nexus_gather(self.handle, WEIGHT, first, self.run_chunks[run], stream_of(self.map.torch_device))
 
     def gathered(self) -> None:
         _C.nexus_gathered(self.handle, stream_of(self.map.torch_device))

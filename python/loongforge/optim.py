@@ -316,31 +316,38 @@ class AdamW(torch.optim.Optimizer):
             self._norm_of(blocks, arriving)
         if self._max_norm is not None and sweeps:
             self._clip(self._sumsq, self._max_norm, len(sweeps))
-        sharing = self._sharing
-        for row, sweep in zip(hyper, sweeps):
-            ranges = sweep.ranges if sharing is None else [r for run in self._cut(sweep.blocks) for r in run]
-            _C.loom_adamw(self.map.handle, self._stream, ranges, row.data_ptr())
-        if sharing is not None:
-            sharing.share_weights()
-            sharing.gathered()
+        if self._sharing is None:
+            for row, sweep in zip(hyper, sweeps):
+                _C.loom_adamw(self.map.handle, self._stream, sweep.ranges, row.data_ptr())
+            return
+        swept = self._by_run(sweeps)
+        for run in range(len(self._sharing.runs)):  # a run's weights are on their way while the next one is updated
+            self._update_run(swept, run)
+        self._sharing.gathered()
+
+    def _by_run(self, sweeps) -> list:
+        """-> [(a sweep's row, its ranges in each run)]"""
+        return [(row, self._cut(sweep.blocks)) for row, sweep in zip(self._rows(len(sweeps))[1], sweeps)]
+
+    def _update_run(self, swept, run: int) -> None:
+        for row, ranges in swept:
+            if ranges[run]:
+                _C.loom_adamw(self.map.handle, self._stream, ranges[run], row.data_ptr())
+        if self._sharing is not None:
+            self._sharing.share_weights(run)
 
     def _update_as_it_lands(self, arriving, sweeps, blocks) -> None:
         """Nothing limits the norm, so each range is updated once it is there, beside the communication of those behind it."""
-        cut, sharing = self._cut(blocks, counted=True), self._sharing
-        swept = [(row, self._cut(sweep.blocks)) for row, sweep in zip(self._rows(len(sweeps))[1], sweeps)]
+        cut, swept = self._cut(blocks, counted=True), self._by_run(sweeps)
         parts = self._parts(len(cut))
         for run in arriving.arrivals():
             if self._norm_due:
                 self._sum_squares(cut[run], parts[run])
             if self._norm_due and cut[run]:  # not finite: from here on nothing is written
                 self._clip(parts[run], 0.0, len(sweeps))
-            for row, ranges in swept:
-                if ranges[run]:
-                    _C.loom_adamw(self.map.handle, self._stream, ranges[run], row.data_ptr())
-            if sharing is not None:
-                sharing.share_weights(run)
-        if sharing is not None:
-            sharing.gathered()
+            self._update_run(swept, run)
+        if self._sharing is not None:
+            self._sharing.gathered()
         if self._norm_due:
             self._add_up(parts)
 
