@@ -30,7 +30,7 @@ from .fused import mixture
 from .loom import Combine, Permute, Routing, at
 from .models.moe import MixtureOfExperts
 from .probe import Trial, Unfit, small_copy
-from .tree import has_hooks
+from .tree import HookWatch, has_hooks
 
 K_NAMES = ("top_k", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "n_activated_experts", "topk", "k")
 
@@ -131,7 +131,11 @@ class Woven:
         """There is no token, or a hook on one of the experts' parts that ours would not run. parts: what holds the experts."""
         if x.numel() == 0:
             return True
-        if not any(has_hooks(m) for m in parts.modules() if m is not parts):
+        held, watch = self.__dict__.get("_lf_hooks", (None, None))
+        if held != id(parts):
+            watch = HookWatch(list(parts.modules())[1:])
+            self.__dict__["_lf_hooks"] = id(parts), watch
+        if not watch:
             return False
         name = next(name for name, m in parts.named_modules() if m is not parts and has_hooks(m))
         warnings.warn(
@@ -151,7 +155,7 @@ class Woven:
         return twin
 
     def __reduce_ex__(self, protocol):
-        state = {k: v for k, v in super().__reduce_ex__(4)[2].items() if k != "_lf_products"}
+        state = {k: v for k, v in super().__reduce_ex__(4)[2].items() if k not in ("_lf_products", "_lf_hooks")}
         return copyreg._reconstructor, (self._lf_stock, object, None), state
 
 
@@ -565,6 +569,7 @@ def unweave(model: nn.Module) -> None:
         if isinstance(module, Woven):
             _forget_forward(module)
             module.__dict__.pop("_lf_products", None)
+            module.__dict__.pop("_lf_hooks", None)
             module.__class__ = module._lf_stock
 
 

@@ -6,12 +6,24 @@ from __future__ import annotations
 
 from torch import nn
 
+from .copies import StaysBehind
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs a hook of its own."""
     return any(getattr(module, kind) for kind in _HOOKS)
+
+
+class HookWatch(StaysBehind):
+    """True while one of these modules has a hook. Their dicts are found once, so that asking walks no tree."""
+
+    def __init__(self, modules=()):
+        self._hooks = [getattr(m, kind) for m in modules for kind in _HOOKS]
+
+    def __bool__(self) -> bool:
+        return any(self._hooks)
 
 
 class TreeWatch:

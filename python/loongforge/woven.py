@@ -18,7 +18,7 @@ from .fused import AddNorm, MixtureAddNorm, head_loss
 from .loom import SCHEDULE_BYTES, schedule_bytes
 from .models.gr00t_n16 import Gr00tN16
 from .models.moe import Routed
-from .tree import has_hooks
+from .tree import HookWatch, has_hooks
 
 
 @dataclass
@@ -42,6 +42,7 @@ class _Weaving(StaysBehind):
     def __init__(self, sets=None, device=None, passed_over=()):
         self.sets = self.plans = sets
         self.passed_over, self.told = passed_over, False
+        self.hooks = HookWatch(m for _, m in passed_over)
         self.values = b""
         if sets is not None:
             self.schedule = torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
@@ -96,15 +97,15 @@ class WovenGr00tN16(Gr00tN16):
     def _has_hooks(self) -> bool:
         """Hooks on what the fused functions pass over would not run: then the modules themselves do."""
         w = self._weaving
-        found = next((name for name, m in w.passed_over if has_hooks(m)), None)
-        if found is not None and not w.told:
+        if w.hooks and not w.told:
             w.told = True
+            found = next(name for name, m in w.passed_over if has_hooks(m))
             warnings.warn(
                 f"{found} has hooks, so its model's layers run unfused; hint: without hooks on layers' parts they are faster",
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return found is not None
+        return bool(w.hooks)
 
     def run_layers(self, x, token_index, valid, step, tau):
         """As Gr00tN16.run_layers. x is rounded to the experts' dtype."""
