@@ -142,11 +142,80 @@ static void publish(nccl_link *link, nccl_run *run, bool awaited)
 
 /* ---- calls of NCCL --------------------------------------------------------------------------------------------------- */
 
+static const char *const call_names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather"};
+
+static int type_of(int32_t dtype)
+{
+    switch (dtype) {
+    case LF_DTYPE_F32: return NCCL_FLOAT32;
+    case LF_DTYPE_BF16: return NCCL_BFLOAT16;
+    case LF_DTYPE_F64: return NCCL_FLOAT64;
+    case LF_DTYPE_I64: return NCCL_INT64;
+    default: return -1;
+    }
+}
+
+/* In place: a part of the data is this rank's, and the call's other buffer. */
+static int call_nccl(nccl_link *link, const nccl_operation *o)
+{
+    const int type = type_of(o->dtype), op = link->mean && (type == NCCL_FLOAT32 || type == NCCL_BFLOAT16) ? NCCL_AVG : NCCL_SUM;
+    const int64_t part = o->count / link->world;
+    char *own = (char *)o->data + link->rank * part * (int64_t)lf_dtype_bytes(o->dtype);
+    void *stream = lf_stream_native(link->stream);
+    switch (o->kind) {
+    case REDUCE_SCATTER: return link->nccl.reduce_scatter(o->data, own, (size_t)part, type, op, link->caller_comm, stream);
+    case ALL_GATHER: return link->nccl.all_gather(own, o->data, (size_t)part, type, link->caller_comm, stream);
+    default: return link->nccl.all_reduce(o->data, o->data, (size_t)o->count, type, op, link->caller_comm, stream);
+    }
+}
+
+static lf_status launch(nccl_link *link, const nccl_operation *o)
+{
+    if (link->in_run && !link->in_group) {
+        const lf_status rc = lf__nccl_result(link, "ncclGroupStart", link->nccl.group_start());
+        if (rc < 0) return rc;
+        link->in_group = true;
+    }
+    int result = call_nccl(link, o);
+    if (link->in_group && result == NCCL_IN_PROGRESS) result = NCCL_SUCCESS; /* the group's end tells */
+    return lf__nccl_result(link, call_names[o->kind], lf__nccl_await(link, result));
+}
+
+static lf_status launch_held(nccl_link *link)
+{
+    const nccl_operation held = link->held;
+    link->held.count = 0;
+    return held.count ? launch(link, &held) : LF_OK;
+}
+
+/* Neighbours in memory become one call: NCCL cuts a large sum better than we do. Not parts: a joined one's would be others. */
+static bool joins_held(const nccl_link *link, const nccl_operation *o)
+{
+    const nccl_operation *held = &link->held;
+    return o->kind == ALL_REDUCE && held->kind == ALL_REDUCE && held->count && held->dtype == o->dtype &&
+           (char *)held->data + held->count * (int64_t)lf_dtype_bytes(o->dtype) == o->data;
+}
+
+/* Within a run an operation is held until the next one shows that it does not join. */
+static lf_status put_operation(nccl_link *link, const nccl_operation *o)
+{
+    if (!link->in_run) return launch(link, o);
+    if (joins_held(link, o)) {
+        link->held.count += o->count;
+        return LF_OK;
+    }
+    const lf_status rc = launch_held(link);
+    if (rc == LF_OK) link->held = *o;
+    return rc;
+}
+
 static lf_status close_group(nccl_link *link)
 {
-    if (!link->in_group) return LF_OK;
+    const lf_status rc = launch_held(link);
+    if (!link->in_group) return rc;
     link->in_group = false;
-    return lf__nccl_result(link, "ncclGroupEnd", lf__nccl_await(link, link->nccl.group_end()));
+    const lf_status ended = lf__nccl_result(link, "ncclGroupEnd", lf__nccl_await(link, link->nccl.group_end()));
+    return rc < 0 ? rc : ended;
 }
 
 static lf_status close_run(nccl_link *link)
@@ -161,53 +230,7 @@ static lf_status close_run(nccl_link *link)
     return rc;
 }
 
-static int type_of(int32_t dtype)
-{
-    switch (dtype) {
-    case LF_DTYPE_F32: return NCCL_FLOAT32;
-    case LF_DTYPE_BF16: return NCCL_BFLOAT16;
-    case LF_DTYPE_F64: return NCCL_FLOAT64;
-    case LF_DTYPE_I64: return NCCL_INT64;
-    default: return -1;
-    }
-}
-
-enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
-static const char *const call_names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather"};
-
-typedef struct operation {
-    int32_t kind, dtype;
-    void *data;
-    int64_t count;
-} operation;
-
-/* In place: a part of the data is this rank's, and the call's other buffer. */
-static int call_nccl(nccl_link *link, const operation *o)
-{
-    const int type = type_of(o->dtype), op = link->mean && (type == NCCL_FLOAT32 || type == NCCL_BFLOAT16) ? NCCL_AVG : NCCL_SUM;
-    const int64_t part = o->count / link->world;
-    char *own = (char *)o->data + link->rank * part * (int64_t)lf_dtype_bytes(o->dtype);
-    void *stream = lf_stream_native(link->stream);
-    switch (o->kind) {
-    case REDUCE_SCATTER: return link->nccl.reduce_scatter(o->data, own, (size_t)part, type, op, link->caller_comm, stream);
-    case ALL_GATHER: return link->nccl.all_gather(own, o->data, (size_t)part, type, link->caller_comm, stream);
-    default: return link->nccl.all_reduce(o->data, o->data, (size_t)o->count, type, op, link->caller_comm, stream);
-    }
-}
-
-static lf_status launch(nccl_link *link, const operation *o)
-{
-    if (link->in_run && !link->in_group) {
-        const lf_status rc = lf__nccl_result(link, "ncclGroupStart", link->nccl.group_start());
-        if (rc < 0) return rc;
-        link->in_group = true;
-    }
-    int result = call_nccl(link, o);
-    if (link->in_group && result == NCCL_IN_PROGRESS) result = NCCL_SUCCESS; /* the group's end tells */
-    return lf__nccl_result(link, call_names[o->kind], lf__nccl_await(link, result));
-}
-
-static lf_status add_operation(nccl_link *link, const operation *o, lf_stream *stream)
+static lf_status add_operation(nccl_link *link, const nccl_operation *o, lf_stream *stream)
 {
     int32_t before = 0;
     lf_status rc = LF_OK;
@@ -219,7 +242,7 @@ static lf_status add_operation(nccl_link *link, const operation *o, lf_stream *s
     if (o->count == 0) return LF_OK;
     rc = lf__device_enter(link->device, &before);
     if (rc < 0) return rc;
-    rc = launch(link, o);
+    rc = put_operation(link, o);
     lf__device_leave(link->device, before);
     link->open->n_ops++;
     link->open->bytes += o->count * (int64_t)lf_dtype_bytes(o->dtype);
@@ -240,6 +263,7 @@ static lf_status end_run(nccl_link *link)
 static lf_status fail_link(nccl_link *link, lf_status rc)
 {
     link->in_run = false;
+    link->held.count = 0;
     if (link->broken_capture) {
         link->broken_capture = false;
         link->run_label = NULL;
@@ -250,7 +274,7 @@ static lf_status fail_link(nccl_link *link, lf_status rc)
     return lf__nccl_raise(link);
 }
 
-static lf_status post(nccl_link *link, const operation *o, lf_stream *stream, int64_t *ticket)
+static lf_status post(nccl_link *link, const nccl_operation *o, lf_stream *stream, int64_t *ticket)
 {
     LF_CHECK_ARG(ticket && o->count >= 0 && (o->data || o->count == 0), "nccl: ticket or data is NULL, or count is negative");
     LF_CHECK_ARG(type_of(o->dtype) >= 0, "nccl: dtype is %s, expected f32, bf16, f64 or i64", lf_dtype_name(o->dtype));
@@ -264,26 +288,30 @@ static lf_status post(nccl_link *link, const operation *o, lf_stream *stream, in
 
 lf_status lf__nccl_post(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
 {
-    return post(user, &(operation){ALL_REDUCE, dtype, data, count}, stream, ticket);
+    return post(user, &(nccl_operation){ALL_REDUCE, dtype, data, count}, stream, ticket);
 }
 
 lf_status lf__nccl_scatter(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
 {
-    return post(user, &(operation){REDUCE_SCATTER, dtype, data, count}, stream, ticket);
+    return post(user, &(nccl_operation){REDUCE_SCATTER, dtype, data, count}, stream, ticket);
 }
 
 lf_status lf__nccl_gather(void *user, void *data, int64_t count, int32_t dtype, lf_stream *stream, int64_t *ticket)
 {
-    return post(user, &(operation){ALL_GATHER, dtype, data, count}, stream, ticket);
+    return post(user, &(nccl_operation){ALL_GATHER, dtype, data, count}, stream, ticket);
 }
 
 lf_status lf__nccl_run(void *user, int32_t open, const char *label)
 {
     nccl_link *link = user;
-    link->in_run = open;
-    link->run_label = open ? label : NULL;
-    if (open) return lf__nccl_raise(link);
+    if (open) {
+        link->in_run = true;
+        link->run_label = label;
+        return lf__nccl_raise(link);
+    }
     lf_status rc = end_run(link);
+    link->in_run = false;
+    link->run_label = NULL;
     return rc < 0 ? fail_link(link, rc) : rc;
 }
 

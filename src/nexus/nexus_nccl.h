@@ -18,6 +18,14 @@ typedef struct nccl_run {
     bool timed; /* `began` and `done` tell how long it took */
 } nccl_run;
 
+/** A collective in place; of the last two kinds `count` is of all ranks' parts. */
+enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
+typedef struct nccl_operation {
+    int32_t kind, dtype;
+    void *data;
+    int64_t count;
+} nccl_operation;
+
 enum { ROOM_FIRST = 64, ROOM_MOST = 1024, REGISTERED_MOST = 16 };
 
 /** What the worker is at. */
@@ -35,6 +43,7 @@ typedef struct nccl_link {
     lf_stream *stream;
     void *caller_comm; /* within lf__nccl_call_begin and _end */
     nccl_run *open;    /* the run that posts go into */
+    nccl_operation held; /* posted in a run, not called yet: neighbours may join it; count 0: none */
     int64_t open_ticket;
     bool in_run, in_group, broken_capture;
     const char *run_label;

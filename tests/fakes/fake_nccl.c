@@ -68,7 +68,7 @@ static size_t width_of(int32_t dtype) { return dtype == BFLOAT16 ? 2 : dtype == 
 
 static _Atomic long rank_of_faults = -1, version = 22809, init_fault, async_fault, refuse, call_hangs, abort_hangs,
                     finalize_hangs, register_answer;
-static _Atomic long aborts, destroys, registered, groups, seen_max_ctas, seen_blocking;
+static _Atomic long aborts, destroys, registered, groups, calls, seen_max_ctas, seen_blocking;
 static _Thread_local int depth, n_pending, group_error; /* an error inside a group is the group's */
 static _Thread_local operation pending[GROUP_MOST];
 
@@ -79,7 +79,8 @@ static const struct {
              {"async_error", &async_fault}, {"refuse", &refuse},           {"call_hangs", &call_hangs},
              {"abort_hangs", &abort_hangs}, {"finalize", &finalize_hangs}, {"registered", &register_answer}},
   counters[] = {{"aborts", &aborts}, {"destroys", &destroys},      {"registered", &registered},
-                {"groups", &groups}, {"max_ctas", &seen_max_ctas}, {"blocking", &seen_blocking}};
+                {"groups", &groups}, {"max_ctas", &seen_max_ctas}, {"blocking", &seen_blocking},
+                {"calls", &calls}};
 
 int fake_nccl_plant(const char *name, long value)
 {
@@ -409,6 +410,7 @@ static int add(const operation *o)
     if (!o->stream || n_pending == GROUP_MOST || fake_cuda_current() == 0) return INVALID_ARGUMENT;
     if (hit(c, refuse) && --refuse == 0) return group_error = INVALID_USAGE;
     pending[n_pending++] = *o;
+    calls++;
     return depth ? OK : launch();
 }
 

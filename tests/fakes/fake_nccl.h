@@ -19,7 +19,7 @@
 
 /** -1: no such name. */
 __attribute__((visibility("default"))) int fake_nccl_plant(const char *name, long value);
-/** Counters: "aborts", "destroys", "registered" (buffers now), "groups", "max_ctas", "blocking" (of the last init). */
+/** Counters: "aborts", "destroys", "registered" (buffers now), "groups" of several, "calls" of collectives by all ranks, "max_ctas", "blocking" (of the last init). */
 __attribute__((visibility("default"))) long fake_nccl_count(const char *name);
 
 #endif

@@ -295,6 +295,38 @@ TEST(nccl_lets_the_host_run_ahead)
     all_are(2, LF_OK);
 }
 
+/* Neighbours of a run are one call; a gap, another dtype, another collective and the end of a run part them. */
+static void joined(rank *r)
+{
+    enum { N = 4096 };
+    static float x[MOST][2 * N];
+    float *data = x[r->rank];
+    int64_t ticket[2];
+    for (int32_t i = 0; i < 2 * N; i++) data[i] = (float)(i % 7 + r->rank);
+    for (int32_t run = 0; run < 2 && r->status == LF_OK; run++) {
+        float *from = data + run * N;
+        r->status = r->t.run(r->t.user, 1, "neighbours");
+        for (int32_t at = 0; at < N && r->status == LF_OK; at += N / 8) /* 3 and 4 neighbours around a gap */
+            if (at != 3 * N / 8) r->status = r->t.post(r->t.user, from + at, N / 8, LF_DTYPE_F32, r->stream, &ticket[run]);
+        if (r->status == LF_OK) r->status = r->t.scatter(r->t.user, from + 3 * N / 8, N / 16, LF_DTYPE_F32, r->stream, &ticket[run]);
+        if (r->status == LF_OK)
+            r->status = r->t.post(r->t.user, from + 7 * N / 16, N / 32, LF_DTYPE_I64, r->stream, &ticket[run]);
+        if (r->status == LF_OK) r->status = r->t.run(r->t.user, 0, NULL);
+    }
+    for (int32_t run = 0; run < 2 && r->status == LF_OK; run++) r->status = r->t.wait(r->t.user, ticket[run], r->stream, 30);
+    if (r->status == LF_OK) r->status = lf_stream_sync(r->stream);
+    for (int32_t i = 0; i < 2 * N; i++)
+        if (i % N / (N / 8) != 3 && data[i] != (float)(2 * (i % 7) + 1)) WRONG("sum %d is %g", i, (double)data[i]);
+}
+TEST(nccl_joins_neighbours)
+{
+    const long calls = fake.count("calls");
+    prepare(2, joined);
+    run_ranks(2);
+    all_are(2, LF_OK);
+    CHECK_EQ(fake.count("calls") - calls, 2 * 2 * 4); /* ranks, runs, calls */
+}
+
 /* ---- under NexusSync ---- */
 
 static lf_map *make_map_with(const lf_map_options *opts)
