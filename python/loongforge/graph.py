@@ -83,7 +83,7 @@ class StepGraph:
         self._steady = True  # the last step was as later ones of its shape will be
         optimizer.map.on_replan(self.forget)
         if self.sync is not None:
-            self.sync.on_retune(self.forget)
+            self.sync.on_void(self.forget)
 
     @property
     def n_captured(self) -> int:

@@ -90,7 +90,7 @@ class NexusSync:
         self.transport, self.note = self._choose(transport)
         self.ignored_environment = check_environment()
         self._gate = None
-        self._retuned: list = []
+        self._holders: list = []
         self._open()
         self.broadcast_state()
         if self.world > 1:  # alone there is nothing to move, and a captured step wants no call into the transport
@@ -367,13 +367,13 @@ class NexusSync:
 
     def tune_end(self, counts: bool = True) -> bool:
         """The step is queued, its update included. counts: its time says something; the same on all ranks. Collective, once a
-        size. -> whether the chunk size is another one: what was captured is void, and those of `on_retune` were told"""
+        size. -> whether the chunk size is another one: what was captured is void, and those of `on_void` were told"""
         if not self.tuning:
             return False
         changed = _C.nexus_tune_end(self.handle, stream_of(self.map.torch_device), counts)
         self.tuning = not self.chunk_size()["settled"]
         if changed:
-            self._tell_retuned()
+            self._take_new_schedule()
         return changed
 
     def retune(self, chunk_bytes: int) -> None:
@@ -382,16 +382,20 @@ class NexusSync:
         _C.nexus_retune(self.handle, chunk_bytes, stream_of(self.map.torch_device))
         self.options.update(chunk_bytes=chunk_bytes, chunk_tune=False)
         self.tuning = False
-        self._tell_retuned()
+        self._take_new_schedule()
 
-    def _tell_retuned(self) -> None:
+    def _take_new_schedule(self) -> None:
         self._read_schedule()
-        for fn in self._retuned:
+        self._void_captured()
+
+    def _void_captured(self) -> None:
+        for fn in self._holders:
             fn()
 
-    def on_retune(self, fn) -> None:
-        """fn() is called when the chunk size has changed: captured steps hold the old schedule."""
-        self._retuned.append(fn)
+    def on_void(self, fn) -> None:
+        """fn() is called when captured steps are void and should be let go: the chunk size has changed, or this closes (NCCL
+        does not end a communicator as long as a graph has its kernels)."""
+        self._holders.append(fn)
 
     def chunk_size(self) -> dict:
         """-> chunk_bytes, first_bytes; first_s, chunk_s: a step with either; n_sizes, n_tried, settled; why: nothing is tuned"""
@@ -541,6 +545,7 @@ class NexusSync:
     def close(self) -> None:
         """Never waits for other ranks, also after a failure; in the middle of a step with sparse reductions at most timeout_s."""
         self.drop()
+        self._void_captured()
         self.handle.close()
         if self.map.sync is self:
             self.map.sync = None

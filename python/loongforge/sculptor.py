@@ -39,17 +39,24 @@ class Recorder(TorchDispatchMode):
         self.ordinal = 0
         self.rows: list = []  # [name, module, role, first, last or None, bytes]
         self._live: dict = {}  # address -> row number; a freed address may come again
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._path: list = []
         self._hooks: list = []
 
     def __enter__(self):
-        for name, module in self.model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda m, a, n=name: self._path.append(n)))
-            self._hooks.append(module.register_forward_hook(self._left, always_call=True))
+        # Not on the modules: fused layers step aside for hooks on their parts, and another step than the usual would be seen.
+        hooks = torch.nn.modules.module
+        self._hooks.append(hooks.register_module_forward_pre_hook(self._entered))
+        self._hooks.append(hooks.register_module_forward_hook(self._left, always_call=True))
         return super().__enter__()
 
+    def _entered(self, module, args) -> None:
+        if id(module) in self._names:
+            self._path.append(self._names[id(module)])
+
     def _left(self, module, args, out) -> None:
-        self._path.pop()
+        if id(module) in self._names:
+            self._path.pop()
 
     def __exit__(self, *exc):
         for hook in self._hooks:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a traced step sees, and that tracing changes nothing in it."""
 
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_woven import batch, sizes, woven  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -59,3 +62,14 @@ def test_flex_attention_can_be_traced():
 
     model = Net(attend)
     assert any("flex_attention" in name for name in traced(model, torch.randn(4, 8)))
+
+
+def test_fused_layers_stay_fused():
+    config = sizes()
+    model, _ = woven(config)
+    images, tokens = batch(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = MemSculptor(model).analyze_lifecycle(lambda: model(images, tokens).loss.backward())
+    assert "layers.0.attention" in {row["module"] for row in rows}
+    assert not any(row["module"].startswith("layers.0.moe.experts") for row in rows)

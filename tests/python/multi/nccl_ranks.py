@@ -10,7 +10,9 @@ torch    the same sums through torch.distributed, and that two transports agree
 import copy
 import os
 import sys
+import time
 import warnings
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -164,6 +166,15 @@ def twice():
 # ---- captured steps ------------------------------------------------------------------------------------------------------
 
 
+class Trained(NamedTuple):
+    losses: list
+    digest: torch.Tensor
+    reason: str | None
+    n_captured: int
+    stats: dict
+    weights: dict
+
+
 def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, clip: float = 1.0, shard: bool = False):
     config = preset("tiny")
     model = Gr00tN16(config).to(device)
@@ -191,9 +202,12 @@ def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, 
     losses = sync.sum(torch.stack(losses)).tolist()
     sync.settle()
     sync.check()
-    result = losses, digest(held.blocks, "weight"), step_of, sync.stats(), {b.name: b.weight.float().clone() for b in held.blocks}
-    assert equal_everywhere(result[1]), "replicas differ"
+    weights = {b.name: b.weight.float().clone() for b in held.blocks}
+    result = Trained(losses, digest(held.blocks, "weight"), step_of.reason, step_of.n_captured, sync.stats(), weights)
+    assert equal_everywhere(result.digest), "replicas differ"
+    began = time.monotonic()
     sync.close()
+    assert time.monotonic() - began < 10, "a captured step kept the communicator from its end"
     return result
 
 
@@ -201,33 +215,34 @@ def capture():
     eager = train(False, 12)
     captured = train(True, 12)
     again = train(True, 12)
-    assert captured[2].reason is None and captured[2].n_captured == 1, captured[2].reason
-    assert captured[0] == again[0] and torch.equal(captured[1], again[1]), "reruns differ"
-    assert captured[3]["steps"] == 12, captured[3]
-    worst = distance(eager[4], captured[4])
+    assert captured.reason is None and captured.n_captured == 1, captured.reason
+    assert captured.losses == again.losses and torch.equal(captured.digest, again.digest), "reruns differ"
+    assert captured.stats["steps"] == 12, captured.stats
+    worst = distance(eager.weights, captured.weights)
     assert worst < 1e-2, worst
     for clip in (1.0, 0.0):
         plain = captured if clip else train(True, 12, clip=clip)
         early = train(True, 12, clip=clip, overlap=True)
-        assert early[2].n_captured == 1, early[2].reason
-        assert early[0] == plain[0] and torch.equal(early[1], plain[1]), "an update that begins early is another one"
-        exposed = [1e6 * run[3]["exposed_s"] / 12 for run in (plain, early)]
+        assert early.n_captured == 1, early.reason
+        same = early.losses == plain.losses and torch.equal(early.digest, plain.digest)
+        assert same, "an update that begins early is another one"
+        exposed = [1e6 * run.stats["exposed_s"] / 12 for run in (plain, early)]
         say(f"capture: clip {clip:g}: exposed {exposed[0]:.0f} us a step, {exposed[1]:.0f} with the update beside it")
     for shared in (train(False, 12, shard=True), train(True, 12, shard=True)):
-        worst = distance(eager[4], shared[4])
-        assert worst < 1e-2 and shared[2].n_captured == int(shared[2].reason is None), (worst, shared[2].reason)
-        say(f"capture: in shares, {shared[2].reason or 'captured'}: weights within {worst:.1e} of the whole optimizer's")
+        worst = distance(eager.weights, shared.weights)
+        assert worst < 1e-2 and shared.n_captured == int(shared.reason is None), (worst, shared.reason)
+        say(f"capture: in shares, {shared.reason or 'captured'}: weights within {worst:.1e} of the whole optimizer's")
     say(
-        f"capture: 12 steps, losses {captured[0][0]:.2f} to {captured[0][-1]:.2f} (eager {eager[0][-1]:.2f}), weights "
-        f"{'the same bits' if torch.equal(eager[1], captured[1]) else f'within {worst:.1e}'}; exposed "
-        f"{1e6 * captured[3]['exposed_s'] / 12:.0f} us a step"
+        f"capture: 12 steps, losses {captured.losses[0]:.2f} to {captured.losses[-1]:.2f} (eager {eager.losses[-1]:.2f}), "
+        f"weights {'the same bits' if torch.equal(eager.digest, captured.digest) else f'within {worst:.1e}'}; exposed "
+        f"{1e6 * captured.stats['exposed_s'] / 12:.0f} us a step"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         broken = train(True, 8, break_on=world - 1)
-    assert "planted" in broken[2].reason if rank == world - 1 else "another rank" in broken[2].reason, broken[2].reason
-    assert broken[0] == eager[0][:8], "steps behind a failed capture are not eager steps"
-    say("capture: one that fails on a rank is given up on all:", broken[2].reason)
+    assert "planted" in broken.reason if rank == world - 1 else "another rank" in broken.reason, broken.reason
+    assert broken.losses == eager.losses[:8], "steps behind a failed capture are not eager steps"
+    say("capture: one that fails on a rank is given up on all:", broken.reason)
 
 
 for name in sys.argv[1:]:

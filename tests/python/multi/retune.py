@@ -97,7 +97,7 @@ for _ in range(MOST):
     plain.step()
 for shard in (False, True):
     run, told = Run(shard_optimizer=shard, **BOUNDS), []
-    run.sync.on_retune(lambda told=told, sync=run.sync: told.append(sync.stats()["chunk_bytes"]))
+    run.sync.on_void(lambda told=told, sync=run.sync: told.append(sync.stats()["chunk_bytes"]))
     assert run.sync.tuning
     settled = None
     for i in range(MOST):
