@@ -31,16 +31,21 @@ def arguments():
     parser.add_argument(
         "--only", default="ours,strong,compiled,stock", help="comma-separated: ours, strong, compiled, sorted, stock"
     )
+    parser.add_argument("--busy", type=float, default=5, help="seconds of steps before those timed; a GPU that idled runs faster")
     parser.add_argument("--parts", action="store_true", help="profile one eager step of ours by kind of kernel")
     parser.add_argument("--grad-f32", action="store_true", help="gradients in f32; default: as a bf16 autocast step makes them")
     parser.add_argument("--out", help="file that results are appended to")
     return parser.parse_args()
 
 
-def median_s(step, n: int, warm: int) -> float:
-    """Median of n steps, each waited for, after `warm` others."""
-    for _ in range(warm):
+def median_s(step, n: int, warm: int, busy_s: float = 0) -> float:
+    """Median of n steps, each waited for, after `warm` others and until they have lasted busy_s."""
+    began = time.perf_counter()
+    while warm > 0 or time.perf_counter() - began < busy_s:
         step()
+        warm -= 1
+        if warm <= 0:
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
     times = []
     for _ in range(n):
@@ -83,7 +88,7 @@ def run_peer(a, config, moe, *, fused: bool, compiled: bool, steps: int):
         loss.backward()
         optimizer.step()
 
-    seconds = median_s(step, steps, 3)
+    seconds = median_s(step, steps, 3, a.busy)
     return seconds, torch.cuda.max_memory_allocated()
 
 
@@ -155,7 +160,7 @@ def profile_parts(step, longest: int = 40) -> tuple:
 
 def run_ours(a, config, report: Report):
     ours = Ours(a, config)
-    seconds = median_s(ours.step, a.steps, 5)
+    seconds = median_s(ours.step, a.steps, 5, a.busy)
     peak = ours.peak_bytes()
     if ours.graph.reason:
         print("eager: " + ours.graph.reason, file=sys.stderr)
