@@ -41,8 +41,8 @@ typedef struct nccl_link {
 
     /* the caller's thread */
     lf_stream *stream;
-    void *caller_comm; /* within lf__nccl_call_begin and _end */
-    nccl_run *open;    /* the run that posts go into */
+    void *caller_comm;   /* within lf__nccl_call_begin and _end */
+    nccl_run *open;      /* the run that posts go into */
     nccl_operation held; /* posted in a run, not called yet: neighbours may join it; count 0: none */
     int64_t open_ticket;
     bool in_run, in_group, broken_capture;

@@ -308,7 +308,8 @@ static void joined(rank *r)
         r->status = r->t.run(r->t.user, 1, "neighbours");
         for (int32_t at = 0; at < N && r->status == LF_OK; at += N / 8) /* 3 and 4 neighbours around a gap */
             if (at != 3 * N / 8) r->status = r->t.post(r->t.user, from + at, N / 8, LF_DTYPE_F32, r->stream, &ticket[run]);
-        if (r->status == LF_OK) r->status = r->t.scatter(r->t.user, from + 3 * N / 8, N / 16, LF_DTYPE_F32, r->stream, &ticket[run]);
+        if (r->status == LF_OK)
+            r->status = r->t.scatter(r->t.user, from + 3 * N / 8, N / 16, LF_DTYPE_F32, r->stream, &ticket[run]);
         if (r->status == LF_OK)
             r->status = r->t.post(r->t.user, from + 7 * N / 16, N / 32, LF_DTYPE_I64, r->stream, &ticket[run]);
         if (r->status == LF_OK) r->status = r->t.run(r->t.user, 0, NULL);
