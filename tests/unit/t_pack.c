@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 
+#include "kept_log.h"
 #include "lf_test.h"
 #include "loader/pack_int.h"
 
@@ -34,14 +35,6 @@ static const char *beside(const char *path, const char *ending)
     static char text[600];
     snprintf(text, sizeof text, "%s%s", path, ending);
     return text;
-}
-
-static char log_lines[65536];
-static void keep_log(void *user, int32_t level, const char *line)
-{
-    (void)user, (void)level;
-    size_t n = strlen(log_lines);
-    snprintf(log_lines + n, sizeof log_lines - n, "%s\n", line);
 }
 
 /* ---- scenes --------------------------------------------------------------------------------------------------------------- */
@@ -381,17 +374,16 @@ TEST(folder_with_broken_records_packs_the_rest)
     lf_pack_summary sum = {.size = sizeof sum};
     CHECK_STATUS(lf_pack_folder(path, dir, NULL, NULL, 0, &o, NULL, NULL, &sum), LF_ERR_NOTFOUND);
     CHECK_HAS(lf_error_text(), "captions.jsonl");
-    log_lines[0] = 0;
-    lf_log_set(keep_log, NULL, LF_LOG_WARN);
+    start_log(LF_LOG_WARN);
     CHECK_OK(lf_pack_folder(path, dir, "list.jsonl", NULL, 0, &o, NULL, NULL, &sum));
-    lf_log_set(NULL, NULL, 0);
+    end_log();
     CHECK_EQ(sum.samples, 4);
     CHECK_EQ(sum.images, 3);
     CHECK_EQ(sum.skipped, 4);
-    CHECK_HAS(log_lines, "skipped missing: image im/none.jpg");
-    CHECK_HAS(log_lines, "skipped line 3:");
-    CHECK_HAS(log_lines, "skipped notjpeg: image list.jsonl: not a JPEG");
-    CHECK_HAS(log_lines, "skipped badturn: turn 0 is from 'cat'");
+    CHECK_HAS(log_text, "skipped missing: image im/none.jpg");
+    CHECK_HAS(log_text, "skipped line 3:");
+    CHECK_HAS(log_text, "skipped notjpeg: image list.jsonl: not a JPEG");
+    CHECK_HAS(log_text, "skipped badturn: turn 0 is from 'cat'");
     static const char *const ids[] = {"77", "c", "one", "one-2"};
     lf_dataset *set = open_set(path);
     for (int32_t i = 0; i < 4; i++) {

@@ -1,16 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What CheckpointVault reads: codecs, rounding, flipped bytes, hostile manifests, stepping back over damage. */
 #include "crash/vault_fixture.h"
+#include "kept_log.h"
 #include "vault/vault_int.h"
-
-static char log_text[1 << 16];
-
-static void keep_log(void *user, int32_t level, const char *line)
-{
-    (void)user, (void)level;
-    size_t n = strlen(log_text);
-    snprintf(log_text + n, sizeof log_text - n, "%s\n", line);
-}
 
 static lf_vault_options options(void)
 {
@@ -288,8 +280,7 @@ TEST(damage_is_stepped_over_and_set_aside)
     CHECK_OK(lf_vault_check(dir, 20, &info));
     CHECK_EQ(info.step, 20);
     lf_vault *v;
-    log_text[0] = 0;
-    lf_log_set(keep_log, NULL, LF_LOG_WARN);
+    start_log(LF_LOG_WARN);
     CHECK_OK(lf_vault_open(&v, dir, map, &o));
     CHECK_OK(lf_vault_restore(v, -1, &info));
     CHECK_EQ(info.step, 20);
@@ -305,7 +296,7 @@ TEST(damage_is_stepped_over_and_set_aside)
     CHECK(fixture_is(map, 30));
     CHECK_OK(lf_vault_close(v));
     CHECK_OK(lf_vault_verify(dir));
-    lf_log_set(NULL, NULL, 0);
+    end_log();
     lf_map_unref(map);
 }
 
