@@ -4,12 +4,62 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 
 from ..loader import DataFusionLoader
 
-IGNORE = -100
+NOT_EVALUATED = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None, "attribute_chance": None}
+
+
+class Evaluation:
+    """Of a run's model on its held-out set. sync, ranks: the run's; all of them call `held_out` and `whole` together."""
+
+    def __init__(self, model, dataset, options: dict, *, bf16: bool, sync, ranks):
+        self.model, self.dataset, self.options = model, dataset, options
+        self.bf16, self.sync, self.ranks = bf16, sync, ranks
+
+    @contextmanager
+    def _inference(self):
+        """The trainer calls `train()` before each of its steps."""
+        self.model.eval()
+        device = next(self.model.parameters()).device
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            yield
+
+    def held_out(self, blank: bool = False) -> float:
+        with self._inference():
+            return held_out_loss(
+                self.model,
+                self.dataset,
+                self.options,
+                blank=blank,
+                reduce_stats=self.sync.reduce_stats,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+            )
+
+    def whole(self) -> dict:
+        result = dict(NOT_EVALUATED, val_loss=self.held_out(), val_loss_blank_images=self.held_out(blank=True))
+        if self.dataset.info["tokenizer"] == "bytes":
+            words = self.ranks.from_first(self._attribute_words, "words that need the picture")
+            result.update(
+                attribute_accuracy=words["accuracy"],
+                attribute_chance=words["chance"],
+                attribute_words=words["words"],
+                attribute_by_kind=words["by_kind"],
+            )
+        return result
+
+    def _attribute_words(self) -> dict:
+        """On rank 0 alone."""
+        shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats
+        try:
+            with self._inference():
+                return attribute_accuracy(self.model, self.dataset, self.options)
+        finally:
+            self.model.reduce_stats = shared
 
 
 def held_out_loss(model, dataset, options: dict, *, blank: bool, reduce_stats, rank: int, world: int) -> float:

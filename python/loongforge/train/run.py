@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run: set-up, the loop, evaluation, summary. Every crew takes part."""
+"""A training run: set-up, the loop, summary. Every crew takes part."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import json
 import math
 import os
 import signal
-import threading
 import time
 from contextlib import ExitStack
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from .. import _C, Error, mpi, peers
+from .. import _C, Error
 from ..acceleration import accelerate
 from ..loader import DataFusionLoader, LMDataset
 from ..models.gr00t_n16 import Gr00tN16, preset
@@ -25,87 +22,11 @@ from ..sculptor import MemSculptor
 from ..streams import device_of, stream_of
 from ..vault import CheckpointVault
 from .console import Console, StepLog, step_line
-from .evaluate import attribute_accuracy, held_out_loss
+from .evaluate import NOT_EVALUATED, Evaluation
 from .fault import RunError, Watch
 from .monitor import GpuMonitor, Skew, chunk_text, comm_text
+from .ranks import Ranks
 from .step import FIELDS, RESULTS, LateResults, TrainStep
-
-
-def _number(name: str, default: int) -> int:
-    """A whole number of torchrun's environment."""
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise RunError(f"{name} is '{text}', expected a whole number; hint: torchrun sets it")
-    return int(text)
-
-
-class Ranks:
-    """Rank and world by the environment: torchrun's with a gloo group, else mpirun's or srun's with MPI."""
-
-    def __init__(self):
-        told = mpi.launched() if "WORLD_SIZE" not in os.environ else None
-        self.by_mpi = told is not None
-        self.rank, self.world, self.local_rank = told or (_number("RANK", 0), _number("WORLD_SIZE", 1), None)
-        if self.local_rank is None:
-            self.local_rank = _number("LOCAL_RANK", self.rank)
-        self.owns, self.store, self.peers = False, None, None
-        if not 0 <= self.rank < self.world:
-            raise RunError(
-                f"RANK is {self.rank} of WORLD_SIZE {self.world}, expected 0 to {self.world - 1}; hint: torchrun sets both"
-            )
-
-    def meet(self, options: dict) -> None:
-        """options: section [nexus]; timeout_s is the deadline of what ranks do together from then on."""
-        if self.by_mpi:
-            try:
-                self.peers = mpi.peers(options)
-            except RuntimeError as error:
-                raise RunError(str(error)) from error
-            self.rank, self.world = self.peers.rank, self.peers.world
-            return
-        if self.world > 1 and not dist.is_initialized():
-            wait_s = _number("LOONGFORGE_RENDEZVOUS_S", 120)
-            ended = []
-            # A thread, for torch's deadline is of each of the parts, and some last for ever when a rank goes in between.
-            thread = threading.Thread(target=self._meet, args=(timedelta(seconds=wait_s), ended), daemon=True)
-            thread.start()
-            thread.join(wait_s + 1)
-            error = ended[0] if ended else peers.PeerError("torch.distributed still waits for one")
-            if error is not None:
-                kind = peers.PeerError if isinstance(error, RuntimeError) else RunError  # ValueError: the environment
-                raise kind(
-                    f"rank {self.rank} of {self.world} did not meet the others within {wait_s} s: {peers.words(error)}; "
-                    "hint: torchrun"
-                ) from error
-            self.owns = True
-        if self.world > 1:
-            self.peers = peers.of()
-            self.peers.timeout_s = options["timeout_s"]
-
-    def _meet(self, limit: timedelta, ended: list) -> None:
-        try:
-            self.store, _, _ = next(dist.rendezvous("env://", self.rank, self.world, timeout=limit))
-            # Control by gloo; gradients on a GPU by NCCL.
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
-            ended.append(None)
-        except Exception as error:
-            ended.append(error)
-
-    def largest(self, number: int, what: str) -> int:
-        """The largest number that a rank has, on every rank."""
-        return number if self.world == 1 else self.peers.largest(number, what)
-
-    def from_first(self, work, what: str):
-        """work() on rank 0, its result on every rank."""
-        return work() if self.world == 1 else self.peers.from_first(work, what)
-
-    def close(self) -> None:
-        if self.owns:
-            self.peers.barrier("the end of the run")  # no rank takes its end of a connection away while another still works
-            dist.destroy_process_group()
-        elif self.by_mpi:
-            self.peers.close()
 
 
 def learning_rate(options: dict, step: int) -> float:
@@ -134,6 +55,11 @@ class Run:
         self._device()
         self._data()
         self._model()
+        self.evaluation = None
+        if self.val_dataset:
+            self.evaluation = Evaluation(
+                self.model, self.val_dataset, self.eval_options, bf16=self.bf16, sync=self.sync, ranks=self.ranks
+            )
         self._vault()
 
     # ---- set-up -----------------------------------------------------------------------------------------------------------
@@ -393,10 +319,10 @@ class Run:
             self.tuning = False
             self.console.line(chunk_text(self.sync.chunk_size()))
         every = self.o["eval_every"]
-        if every and self.step % every == 0 and self.step < self.o["steps"] and self.val_dataset:
+        if every and self.step % every == 0 and self.step < self.o["steps"] and self.evaluation:
             self.watch.enter("evaluation")
             _C.clock_pause(self.clock)
-            self.console.line(f"step {self.step:>6}  held-out loss {self.held_out(blank=False):.4f}")
+            self.console.line(f"step {self.step:>6}  held-out loss {self.evaluation.held_out():.4f}")
 
     def _collect(self, depth: int | None = None) -> None:
         """Take the results that have come; those of all steps with depth 0."""
@@ -443,45 +369,6 @@ class Run:
         self.vault.save(self.step, state)
 
     # ---- the end ----------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def held_out(self, blank: bool) -> float:
-        self.model.eval()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            return held_out_loss(
-                self.model,
-                self.val_dataset,
-                self.eval_options,
-                blank=blank,
-                reduce_stats=self.sync.reduce_stats,
-                rank=self.ranks.rank,
-                world=self.ranks.world,
-            )
-
-    @torch.no_grad()
-    def evaluate(self) -> dict:
-        result = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None, "attribute_chance": None}
-        if not (self.o["eval"] and self.val_dataset):
-            return result
-        result["val_loss"], result["val_loss_blank_images"] = self.held_out(blank=False), self.held_out(blank=True)
-        if self.val_dataset.info["tokenizer"] == "bytes":
-            words = self.ranks.from_first(self._attribute_words, "words that need the picture")
-            result.update(
-                attribute_accuracy=words["accuracy"],
-                attribute_chance=words["chance"],
-                attribute_words=words["words"],
-                attribute_by_kind=words["by_kind"],
-            )
-        return result
-
-    def _attribute_words(self) -> dict:
-        """On rank 0 alone."""
-        shared, self.model.reduce_stats = self.model.reduce_stats, lambda stats: stats
-        try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                return attribute_accuracy(self.model, self.val_dataset, self.eval_options)
-        finally:
-            self.model.reduce_stats = shared
 
     def summary(self, last_row: dict, evaluated: dict) -> dict:
         s = _C.clock_summary(self.clock)
@@ -589,7 +476,7 @@ def _run(config: dict, watch: Watch) -> int:
     last_row = job.train()
     watch.enter("evaluation")
     stopped = job.stopped_by
-    evaluated = {"val_loss": None, "val_loss_blank_images": None, "attribute_accuracy": None} if stopped else job.evaluate()
+    evaluated = job.evaluation.whole() if job.evaluation and job.o["eval"] and not stopped else NOT_EVALUATED
     if job.ranks.rank == 0:
         s = job.summary(last_row, evaluated)
         path = os.path.join(job.dir, "summary.json")
