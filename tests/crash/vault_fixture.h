@@ -9,6 +9,7 @@
 #include "base/base.h"
 #include "lf_test.h"
 #include "loongforge/map.h"
+#include "loongforge/vault.h"
 
 static const struct fixture_param {
     const char *name;
@@ -140,5 +141,16 @@ static inline bool fixture_wipe(void *data, const uint8_t *expected, size_t byte
 static inline void fixture_fill(lf_map *map, int64_t step) { fixture_each(map, step, fixture_put); }
 static inline bool fixture_is(lf_map *map, int64_t step) { return fixture_each(map, step, fixture_equal); }
 static inline void fixture_clear(lf_map *map) { fixture_each(map, 0, fixture_wipe); }
+
+/* Small slices; new bases by count only. */
+static inline lf_vault_options fixture_options(int32_t threads)
+{
+    lf_vault_options o;
+    CHECK_OK(lf_options_init("vault", &o, sizeof o));
+    o.slice_bytes = 4096;
+    o.threads = threads;
+    o.rebase_ratio = 1e6;
+    return o;
+}
 
 #endif

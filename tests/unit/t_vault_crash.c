@@ -6,13 +6,9 @@
 
 static lf_vault_options options(int keep_last, int rebase_every)
 {
-    lf_vault_options o;
-    CHECK_OK(lf_options_init("vault", &o, sizeof o));
-    o.slice_bytes = 4096;
-    o.threads = 1;
+    lf_vault_options o = fixture_options(1);
     o.keep_last = keep_last;
     o.rebase_every = rebase_every;
-    o.rebase_ratio = 1e6; /* by count only */
     return o;
 }
 

@@ -4,20 +4,10 @@
 #include "kept_log.h"
 #include "vault/vault_int.h"
 
-static lf_vault_options options(void)
-{
-    lf_vault_options o;
-    CHECK_OK(lf_options_init("vault", &o, sizeof o));
-    o.slice_bytes = 4096;
-    o.threads = 1;
-    o.rebase_ratio = 1e6;
-    return o;
-}
-
 /* A base at 10, diffs at 20 and 30. */
 static void make_vault(const char *dir, lf_map *map)
 {
-    lf_vault_options o = options();
+    lf_vault_options o = fixture_options(1);
     lf_vault *v;
     CHECK_OK(lf_vault_open(&v, dir, map, &o));
     for (int64_t step = 10; step <= 30; step += 10) {
@@ -218,7 +208,7 @@ TEST(every_flipped_byte_is_found_and_named)
     char dir[512];
     snprintf(dir, sizeof dir, "%s", lf_test_path("flips"));
     lf_map *map = fixture_map();
-    lf_vault_options o = options();
+    lf_vault_options o = fixture_options(1);
     make_vault(dir, map);
     int64_t flips = 0, stepped = 0;
     for (size_t f = 0; f < LF_COUNT(files); f++) {
@@ -268,7 +258,7 @@ TEST(damage_is_stepped_over_and_set_aside)
     size_t bytes;
     snprintf(dir, sizeof dir, "%s", lf_test_path("aside"));
     lf_map *map = fixture_map();
-    lf_vault_options o = options();
+    lf_vault_options o = fixture_options(1);
     lf_checkpoint_info info = {.size = sizeof info};
     make_vault(dir, map);
     read_file(dir, "checkpoint_30/diff_001.bin", &data, &bytes);
@@ -307,7 +297,7 @@ TEST(a_rotten_base_is_replaced)
     size_t bytes;
     snprintf(dir, sizeof dir, "%s", lf_test_path("rotten"));
     lf_map *map = fixture_map();
-    lf_vault_options o = options();
+    lf_vault_options o = fixture_options(1);
     lf_checkpoint_info info = {.size = sizeof info};
     make_vault(dir, map);
     lf_vault *v;
