@@ -30,6 +30,7 @@ from loongforge import _C, NexusSync
 from loongforge.graph import StepGraph
 from loongforge.models.gr00t_n16 import identity, preset
 from loongforge.streams import stream_of
+from loongforge.train.monitor import GpuMonitor
 
 MIB = 1 << 20
 VARIANTS = {
@@ -44,6 +45,8 @@ VARIANTS = {
     "high priority": {"chunk_bytes": 64 * MIB, "priority": -1},
     "not registered": {"chunk_bytes": 64 * MIB, "register_buffers": False},
     "shares": {"chunk_bytes": 64 * MIB, "shard_optimizer": True},
+    "eager": {"captured": False},
+    "eager and held back above 80 %": {"captured": False, "launch_busy_pct": 80.0},
     "shares and 16 CTAs": {"chunk_bytes": 64 * MIB, "shard_optimizer": True, "max_ctas": 16},
 }
 
@@ -117,12 +120,15 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
     """-> token/s of all ranks"""
     start_over(ours)
     options = dict(VARIANTS[name])
-    ours.dense_sms = options.pop("dense_sms", 0)
+    ours.dense_sms, captured = options.pop("dense_sms", 0), options.pop("captured", True)
     sync = NexusSync(ours.model, reduce="sum", **options)
     ours.model.reduce_stats = sync.reduce_stats
+    monitor = GpuMonitor(ours.map.torch_device)
+    if "launch_busy_pct" in options:
+        sync.gate(monitor.handle)
     clock = _C.clock_open()
     _C.clock_follow(clock, ours.map.device, stream_of(ours.map.torch_device))
-    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, clock=clock, sync=sync, overlap_update=True)
+    ours.graph = StepGraph(ours._forward_backward, ours.optimizer, clock=clock, sync=sync, overlap_update=True, enabled=captured)
     together = slowest(median_s(ours.step, a.steps, a.warm))
     ours.clock = clock
     for _ in range(a.steps):
@@ -132,13 +138,14 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
     if a.parts:
         print_parts(name, ours)
     sync.settle()
+    held = sync.stats()["held_s"] / sync.stats()["steps"]
     moved = sum(c["bytes"] for c in sync.chunks())
     rate, scaled = sync.world * a.batch * a.seq / together, sync.world * a.batch * a.seq / alone
     if report:
         print(
             f"{name}: {1e3 * together:.2f} ms, {rate:,.0f} token/s on {sync.world} ({rate / scaled:.3f}), waited "
-            f"{1e3 * waited:.2f} ms, {moved / 1e9:.2f} GB a step, {len(sync.chunks())} chunks, {sync.describe()}; "
-            f"{ours.graph.reason or 'captured'}",
+            f"{1e3 * waited:.2f} ms, held back {1e3 * held:.2f} ms, {moved / 1e9:.2f} GB a step, {len(sync.chunks())} chunks, "
+            f"{sync.describe()}; {ours.graph.reason or 'captured'}",
             file=sys.stderr,
         )
         label = "" if name == "default" else f"/{name}"
@@ -147,6 +154,7 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
         report.add(f"nexus.scaling_{sync.world}{label}", round(rate), "token/s", f"{sync.world} x alone", round(scaled))
     sync.gather_state()
     sync.close()
+    monitor.close()
     ours.model.reduce_stats = identity
     return rate
 
