@@ -45,6 +45,8 @@ def current() -> ParameterMap:
 
 def map_of(model: nn.Module) -> ParameterMap | None:
     """The map that holds the model's parameters, if any."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
     return next((m for m in list(_maps) if m.model is model), None)
 
 

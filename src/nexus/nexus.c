@@ -83,6 +83,9 @@ lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transpo
     if (!nexus) return LF_FAIL(LF_ERR_NOMEM, "nexus");
     nexus->map = lf_map_ref(map);
     LF_TRY(lf__options_take("nexus", &nexus->opts, sizeof nexus->opts, opts));
+    if (nexus->opts.chunk_least > nexus->opts.chunk_most)
+        LF_THROW(LF_ERR_INVALID, "chunk_least is %lld, expected at most chunk_most, %lld", (long long)nexus->opts.chunk_least,
+                 (long long)nexus->opts.chunk_most);
     if (lf_map_n_groups(map) == 0) LF_THROW(LF_ERR_STATE, "the map is not planned; hint: lf_map_plan before lf_nexus_open");
     LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes, nexus->opts.run_bytes));
     if (!transport) LF_TRY(lf__nexus_choose_forms(nexus));

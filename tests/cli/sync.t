@@ -33,6 +33,9 @@ loongforge: bad.json: entry 0 (a): dtype is "int9", expected "f32", "bf16" or "f
 $ printf '[\n{"name":' > bad.json; loongforge sync plan bad.json 2>&1 | cut -c1-29
 loongforge: bad.json, line 2:
 ? 1
+$ loongforge sync plan m.json --chunk_least 1GiB
+loongforge: m.json: chunk_least is 1073741824, expected at most chunk_most, 268435456
+? 1
 $ loongforge sync plan missing.json
 loongforge: unable to open missing.json: No such file or directory
 ? 1
@@ -51,6 +54,9 @@ $ loongforge sync bench --ranks 3 --sizes 64KiB,1MiB --chunks 32KiB,1MiB --itera
 $ loongforge sync bench --dtype bf16 --sizes 100000 --chunks 64KiB --iterations 2 --json | sed 's/"name.*"dtype/"dtype/; s/"p50_us.*wrong/"wrong/'
 {"dtype": "bf16", "bytes": 99968, "chunk_bytes": 99968, "wrong": 0}
 {"dtype": "bf16", "bytes": 99968, "chunk_bytes": 65536, "wrong": 0}
+$ loongforge sync bench --chunks 1MiB,0
+loongforge: --chunks '1MiB,0', expected up to 32 byte counts such as 1MiB,16MiB; hint: --help lists the arguments
+? 2
 $ loongforge sync bench --sizes 1Mx
 loongforge: --sizes '1Mx', expected up to 32 byte counts such as 1MiB,16MiB; hint: --help lists the arguments
 ? 2

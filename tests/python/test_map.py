@@ -515,3 +515,9 @@ def test_a_gradient_of_none_is_no_gradient(dtype):
     assert heard == ["1"]
     assert [b.name for b in held.gradients_present()] == ["1"]
     assert held.blocks[1].grad.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("take", [loongforge.accelerate, loongforge.NexusSync, loongforge.MemSculptor, ParameterMap])
+def test_what_is_no_model_is_refused(take):
+    with pytest.raises(TypeError, match="model is a str, expected a torch.nn.Module"):
+        take("model")

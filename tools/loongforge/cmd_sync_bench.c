@@ -57,7 +57,7 @@ static int parse_list(const char *what, const char *text, int64_t *list, int32_t
     for (const char *at = text;; at++) {
         char *behind;
         const int64_t bytes = parse_bytes(at, &behind);
-        if (bytes < 0 || (*behind && *behind != ',') || *n == LIST_MOST)
+        if (bytes < 1 || (*behind && *behind != ',') || *n == LIST_MOST)
             return cmd_fail_usage("--%s '%s', expected up to %d byte counts such as 1MiB,16MiB", what, text, LIST_MOST);
         list[(*n)++] = bytes;
         at = behind;
