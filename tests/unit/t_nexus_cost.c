@@ -1,32 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The chooser: forms by a link that is told, that is measured, that is not known; the model's break-even. */
-#include "base/base.h"
-#include "lf_test.h"
 #include "nexus/nexus_int.h"
+#include "nexus_ranks.h"
 
 enum { RANKS = 2, N_PARAMS = 5 };
 
-static lf_device *cpu;
-
-/* Two groups of experts and a dense one. */
-static lf_map *make_map(bool allocate)
+/* Two groups of experts and a dense one; not planned. */
+static lf_map *new_groups(void)
 {
     static const int64_t sizes[N_PARAMS] = {40000, 90000, 80000, 30000, 20000};
-    lf_map *map = NULL;
-    lf_map_options o;
-    CHECK_OK(lf_options_init("map", &o, sizeof o));
-    o.high_load_experts = 2;
-    CHECK_OK(lf_map_open(&map, &o));
+    lf_map *map = new_map(1, 2);
     for (int32_t i = 0; i < N_PARAMS; i++) {
         char name[16];
         snprintf(name, sizeof name, "p%d", i);
-        const lf_param p = {
-            .size = sizeof p, .name = name, .shape = &sizes[i], .ndim = 1, .dtype = LF_DTYPE_F32, .expert = i - 1, .tied_to = -1};
-        CHECK_OK(lf_map_add(map, &p, NULL));
+        add_param(map, name, sizes[i], LF_DTYPE_F32, 0, i - 1, 0);
     }
-    CHECK_OK(lf_map_plan(map));
-    if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
-    if (allocate) CHECK_OK(lf_map_allocate(map, cpu));
     return map;
 }
 
@@ -42,13 +30,13 @@ static lf_nexus_options told(double latency_us, double mb_s)
 /* The forms of all chunks must be `form`, or that of the group named `only`. */
 static void plan(const lf_nexus_options *o, const char *form, const char *why)
 {
-    lf_map *map = make_map(false);
+    lf_map *map = new_groups();
     lf_nexus *nexus;
+    CHECK_OK(lf_map_plan(map));
     CHECK_OK(lf_nexus_open(&nexus, map, NULL, o));
     CHECK(lf_nexus_n_chunks(nexus) >= 3);
     for (int32_t i = 0; i < lf_nexus_n_chunks(nexus); i++) {
-        lf_chunk_info c = {.size = sizeof c};
-        CHECK_OK(lf_nexus_get_chunk(nexus, i, &c));
+        const lf_chunk_info c = chunk_at(nexus, i);
         CHECK_STR(c.form, form);
         CHECK_HAS(c.why, why);
         CHECK_EQ(c.sent_bytes < c.bytes, strcmp(form, "sparse") == 0);
@@ -152,50 +140,42 @@ static void slow_close(void *user)
     s->inner.close(s->inner.user);
 }
 
-typedef struct rank {
-    slow s;
-    lf_map *map;
-    lf_nexus *nexus;
-    lf_nexus_options opts;
-    lf_status status;
-    char text[400];
-    lf__thread *thread;
-} rank;
+enum { CHUNKS_MOST = 64 };
+static slow slows[RANKS];
+static struct {
+    int32_t n_chunks;
+    char form[CHUNKS_MOST][16], why[CHUNKS_MOST][200];
+} seen[RANKS];
 
-static rank ranks[RANKS];
+static lf_map *make_map(const rank *r) { return (void)r, plan_and_allocate(new_groups()); }
 
-static void open_rank(void *user)
+static void look(rank *r)
 {
-    rank *r = user;
-    const lf_transport t = {.size = sizeof t,
-                            .name = "slow",
-                            .user = &r->s,
-                            .rank = r->s.inner.rank,
-                            .world = RANKS,
-                            .post = slow_post,
-                            .wait = slow_wait,
-                            .close = slow_close};
-    r->status = lf_nexus_open(&r->nexus, r->map, &t, &r->opts);
-    if (r->status < 0) snprintf(r->text, sizeof r->text, "%s", lf_error_text());
+    const int32_t n = seen[r->t.rank].n_chunks = lf_nexus_n_chunks(r->nexus);
+    if (n < 1 || n > CHUNKS_MOST) WRONG("%d chunks", n);
+    for (int32_t k = 0; k < n && k < CHUNKS_MOST; k++) {
+        const lf_chunk_info c = chunk_at(r->nexus, k);
+        snprintf(seen[r->t.rank].form[k], sizeof seen->form[k], "%s", c.form);
+        snprintf(seen[r->t.rank].why[k], sizeof seen->why[k], "%s", c.why);
+    }
 }
 
 static void open_all(const lf_nexus_options *first, const lf_nexus_options *second)
 {
-    lf_transport ends[RANKS];
-    CHECK_OK(lf_loopback_open(RANKS, ends));
-    for (int32_t i = 0; i < RANKS; i++)
-        ranks[i] = (rank){.s = {.inner = ends[i]}, .map = make_map(true), .opts = i ? *second : *first};
-    for (int32_t i = 0; i < RANKS; i++) CHECK_OK(lf__thread_start(&ranks[i].thread, "rank", open_rank, &ranks[i]));
-    for (int32_t i = 0; i < RANKS; i++) lf__thread_join(ranks[i].thread);
-}
-
-static void close_all(void)
-{
+    prepare(RANKS, make_map, look);
     for (int32_t i = 0; i < RANKS; i++) {
-        if (ranks[i].nexus) lf_nexus_close(ranks[i].nexus);
-        else slow_close(&ranks[i].s);
-        lf_map_unref(ranks[i].map);
+        slows[i] = (slow){.inner = ranks[i].t};
+        ranks[i].opts = i ? *second : *first;
+        ranks[i].t = (lf_transport){.size = sizeof ranks[i].t,
+                                    .name = "slow",
+                                    .user = &slows[i],
+                                    .rank = i,
+                                    .world = RANKS,
+                                    .post = slow_post,
+                                    .wait = slow_wait,
+                                    .close = slow_close};
     }
+    run_ranks(RANKS);
 }
 
 TEST(cost_probe_finds_a_slow_link)
@@ -203,40 +183,31 @@ TEST(cost_probe_finds_a_slow_link)
     lf_nexus_options o = told(0, 0);
     o.probe = 1;
     open_all(&o, &o);
+    all_are(RANKS, LF_OK);
     for (int32_t i = 0; i < RANKS; i++) {
-        if (ranks[i].status < 0) FAIL_("rank %d: %s", i, ranks[i].text);
-        for (int32_t k = 0; k < lf_nexus_n_chunks(ranks[i].nexus); k++) {
-            lf_chunk_info a = {.size = sizeof a}, b = a;
-            CHECK_OK(lf_nexus_get_chunk(ranks[0].nexus, k, &a));
-            CHECK_OK(lf_nexus_get_chunk(ranks[i].nexus, k, &b));
-            CHECK_STR(b.form, "sparse");
-            CHECK_HAS(b.why, "measured link");
-            CHECK_STR(a.why, b.why); /* the same numbers on all ranks */
+        CHECK_EQ(seen[i].n_chunks, seen[0].n_chunks);
+        for (int32_t k = 0; k < seen[i].n_chunks; k++) {
+            CHECK_STR(seen[i].form[k], "sparse");
+            CHECK_HAS(seen[i].why[k], "measured link");
+            CHECK_STR(seen[0].why[k], seen[i].why[k]); /* the same numbers on all ranks */
         }
     }
-    close_all();
 }
 
 TEST(cost_without_probe_measures_nothing)
 {
     const lf_nexus_options o = told(0, 0);
     open_all(&o, &o);
-    for (int32_t i = 0; i < RANKS; i++) {
-        CHECK_EQ(ranks[i].status, LF_OK);
-        CHECK_EQ(ranks[i].s.n, 1); /* the comparison of maps */
-    }
-    close_all();
+    all_are(RANKS, LF_OK);
+    for (int32_t i = 0; i < RANKS; i++) CHECK_EQ(slows[i].n, 1); /* the comparison of maps */
 }
 
 TEST(cost_ranks_that_were_told_differently)
 {
     const lf_nexus_options slow_link = told(100, 80), fast_link = told(10, 10000);
     open_all(&slow_link, &fast_link);
-    for (int32_t i = 0; i < RANKS; i++) {
-        CHECK_EQ(ranks[i].status, LF_ERR_PEER);
-        CHECK_HAS(ranks[i].text, "different [nexus] options");
-    }
-    close_all();
+    all_are(RANKS, LF_ERR_PEER);
+    for (int32_t i = 0; i < RANKS; i++) CHECK_HAS(ranks[i].text, "different [nexus] options");
 }
 
 LF_TEST_MAIN

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs held back while somebody says that the device is busy. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
+#include "nexus_fixture.h"
 
 enum { N_BLOCKS = 3 };
 
@@ -19,29 +17,17 @@ static double busy(void *user)
 }
 
 typedef struct setting {
-    lf_device *cpu;
     lf_map *map;
     lf_nexus *nexus;
 } setting;
 
 static setting open_gated(double pct, double wait_ms)
 {
-    static const int64_t count = 4096;
     setting s = {0};
     lf_nexus_options opts;
     lf_transport end;
-    char name[16];
-    CHECK_OK(lf_device_open(&s.cpu, "cpu"));
-    CHECK_OK(lf_map_open(&s.map, NULL));
-    for (int32_t l = 0; l < N_BLOCKS; l++) {
-        snprintf(name, sizeof name, "l%d", l);
-        lf_param p = {
-            .size = sizeof p, .name = name, .shape = &count, .ndim = 1, .dtype = LF_DTYPE_F32, .layer = l, .expert = -1};
-        p.tied_to = -1;
-        CHECK_OK(lf_map_add(s.map, &p, NULL));
-    }
-    CHECK_OK(lf_map_plan(s.map));
-    CHECK_OK(lf_map_allocate(s.map, s.cpu));
+    set_up();
+    s.map = make_layers(N_BLOCKS, 4096);
     CHECK_OK(lf_loopback_open(1, &end));
     CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
     opts.chunk_bytes = 4096 * 4;
@@ -65,7 +51,6 @@ static void close_all(setting *s)
 {
     lf_nexus_close(s->nexus);
     lf_map_unref(s->map);
-    lf_device_close(s->cpu);
 }
 
 TEST(gate_holds_until_there_is_room)

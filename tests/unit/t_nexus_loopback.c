@@ -1,63 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The loopback transport: exact sums, ends that disagree, are late, or go away. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
+#include "nexus_ranks.h"
 
 enum { MOST = 8 };
 
-typedef struct rank {
-    lf_transport t;
-    void (*run)(struct rank *rank);
-    lf_status status;
-    char text[512], wrong[200];
-    lf__thread *thread;
-} rank;
-
-static rank ranks[MOST];
-
-static void enter(void *user)
-{
-    rank *r = user;
-    r->run(r);
-    if (r->status < 0) snprintf(r->text, sizeof r->text, "%s", lf_error_text());
-}
-
-/* One thread an end; CHECK belongs to the main thread, so ranks report through `wrong`. */
+/* Closed when all are back: an end that goes away fails the others. */
 static void run_world(int32_t world, void (*run)(rank *))
 {
     lf_transport ends[MOST];
-    CHECK_OK(lf_loopback_open(world, ends));
-    for (int32_t i = 0; i < world; i++) ranks[i] = (rank){.t = ends[i], .run = run};
-    for (int32_t i = 0; i < world; i++) CHECK_OK(lf__thread_start(&ranks[i].thread, "rank", enter, &ranks[i]));
-    for (int32_t i = 0; i < world; i++) lf__thread_join(ranks[i].thread);
+    prepare(world, NULL, run);
+    for (int32_t i = 0; i < world; i++) {
+        ends[i] = ranks[i].t;
+        ranks[i].t.close = NULL;
+    }
+    run_ranks(world);
     for (int32_t i = 0; i < world; i++) ends[i].close(ends[i].user);
-    for (int32_t i = 0; i < world; i++) CHECK_STR(ranks[i].wrong, "");
 }
-#define WRONG(...) snprintf(r->wrong, sizeof r->wrong, __VA_ARGS__)
 
 /* ---- sums ---- */
-
-static float start_value(int32_t from, int32_t op, int64_t i) { return (float)((from * 31 + op * 17 + i * 7) % 101 - 50) / 8; }
 
 static const int32_t dtypes[] = {LF_DTYPE_F32, LF_DTYPE_BF16, LF_DTYPE_F64, LF_DTYPE_I64};
 static const int64_t counts[] = {0, 1, 3, 1023, 1024, 1025, 5000};
 enum { N_OPS = 4 * 7 * 5 };
-
-static void put(void *data, int64_t i, int32_t dtype, float v)
-{
-    if (dtype == LF_DTYPE_F32) ((float *)data)[i] = v;
-    if (dtype == LF_DTYPE_BF16) ((uint16_t *)data)[i] = lf__bf16_from_f32(v);
-    if (dtype == LF_DTYPE_F64) ((double *)data)[i] = (double)v;
-    if (dtype == LF_DTYPE_I64) ((int64_t *)data)[i] = (int64_t)v;
-}
-
-static double get(const void *data, int64_t i, int32_t dtype)
-{
-    if (dtype == LF_DTYPE_F32) return (double)((const float *)data)[i];
-    if (dtype == LF_DTYPE_BF16) return (double)lf__f32_from_bf16(((const uint16_t *)data)[i]);
-    return dtype == LF_DTYPE_F64 ? ((const double *)data)[i] : (double)((const int64_t *)data)[i];
-}
 
 static void post_all_then_wait(rank *r)
 {
@@ -67,7 +31,7 @@ static void post_all_then_wait(rank *r)
         const int32_t dtype = dtypes[op % 4];
         const int64_t n = counts[op % 7];
         data[op] = lf__alloc((size_t)n * 8 + 8);
-        for (int64_t i = 0; i < n; i++) put(data[op], i, dtype, start_value(r->t.rank, op, i));
+        for (int64_t i = 0; i < n; i++) put(data[op], i, dtype, eighths(r->t.rank, op, i));
         if (r->status == LF_OK) r->status = r->t.post(r->t.user, data[op], n, dtype, NULL, &ticket[op]);
     }
     for (int32_t op = 0; op < N_OPS && r->status == LF_OK; op++) r->status = r->t.wait(r->t.user, ticket[op], NULL, 30);
@@ -75,10 +39,8 @@ static void post_all_then_wait(rank *r)
         const int32_t dtype = dtypes[op % 4];
         for (int64_t i = 0; i < counts[op % 7]; i++) {
             float sum = 0;
-            for (int32_t k = 0; k < r->t.world; k++) {
-                float v = start_value(k, op, i); /* exact in f32; bf16 keeps 8 bits, |v| <= 6.25 in eighths: exact too */
-                sum += dtype == LF_DTYPE_I64 ? (float)(int64_t)v : v;
-            }
+            for (int32_t k = 0; k < r->t.world; k++)
+                sum += dtype == LF_DTYPE_I64 ? (float)(int64_t)eighths(k, op, i) : eighths(k, op, i);
             double want = dtype == LF_DTYPE_BF16 ? (double)lf__f32_from_bf16(lf__bf16_from_f32(sum)) : (double)sum;
             if (get(data[op], i, dtype) != want)
                 WRONG("operation %d element %d: %g, expected %g", op, (int)i, get(data[op], i, dtype), want);
@@ -91,7 +53,7 @@ TEST(loopback_sums_exactly)
 {
     for (int32_t world = 1; world <= MOST; world++) {
         run_world(world, post_all_then_wait);
-        for (int32_t i = 0; i < world; i++) CHECK_EQ(ranks[i].status, LF_OK);
+        all_are(world, LF_OK);
     }
 }
 
@@ -103,7 +65,7 @@ static void scatter_and_gather(rank *r)
         const int64_t part = 1500, n = part * world;
         void *data = lf__alloc((size_t)n * 8);
         int64_t ticket = 0;
-        for (int64_t i = 0; i < n; i++) put(data, i, dtypes[k], start_value(r->t.rank, k, i));
+        for (int64_t i = 0; i < n; i++) put(data, i, dtypes[k], eighths(r->t.rank, k, i));
         r->status = r->t.scatter(r->t.user, data, n, dtypes[k], NULL, &ticket);
         if (r->status == LF_OK) r->status = r->t.wait(r->t.user, ticket, NULL, 30);
         if (r->status == LF_OK) r->status = r->t.gather(r->t.user, data, n, dtypes[k], NULL, &ticket);
@@ -111,7 +73,7 @@ static void scatter_and_gather(rank *r)
         for (int64_t i = 0; i < n && r->status == LF_OK; i++) {
             float sum = 0;
             for (int32_t s = 0; s < world; s++)
-                sum += dtypes[k] == LF_DTYPE_I64 ? (float)(int64_t)start_value(s, k, i) : start_value(s, k, i);
+                sum += dtypes[k] == LF_DTYPE_I64 ? (float)(int64_t)eighths(s, k, i) : eighths(s, k, i);
             double want = dtypes[k] == LF_DTYPE_BF16 ? (double)lf__f32_from_bf16(lf__bf16_from_f32(sum)) : (double)sum;
             if (get(data, i, dtypes[k]) != want) WRONG("%s element %d: %g", lf_dtype_name(dtypes[k]), (int)i, want);
         }
@@ -124,7 +86,7 @@ TEST(loopback_scatters_and_gathers)
 {
     for (int32_t world = 1; world <= MOST; world++) {
         run_world(world, scatter_and_gather);
-        for (int32_t i = 0; i < world; i++) CHECK_EQ(ranks[i].status, LF_OK);
+        all_are(world, LF_OK);
     }
 }
 
@@ -150,18 +112,15 @@ static lf_status make_data(void *user)
 
 static void post_behind_stream(rank *r)
 {
-    lf_device *cpu = NULL;
     lf_stream *stream = NULL;
     float x = -100;
     int64_t ticket = 0;
-    r->status = lf_device_open(&cpu, "cpu");
-    if (r->status == LF_OK) r->status = lf_stream_open(cpu, 0, &stream);
+    r->status = lf_stream_open(device, 0, &stream);
     if (r->status == LF_OK) r->status = lf_stream_run(stream, make_data, &x);
     if (r->status == LF_OK) r->status = r->t.post(r->t.user, &x, 1, LF_DTYPE_F32, stream, &ticket);
     if (r->status == LF_OK) r->status = r->t.wait(r->t.user, ticket, stream, 30);
     if (x != 10) WRONG("sum is %g", (double)x);
     lf_stream_close(stream);
-    lf_device_close(cpu);
 }
 TEST(loopback_waits_for_the_stream) { run_world(2, post_behind_stream); }
 

@@ -5,9 +5,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
+#include "nexus_fixture.h"
 
 enum { MOST = 8, FAILED_AS_EXPECTED = 3 };
 
@@ -61,8 +59,6 @@ static void all_ranks_pass(const char *name, const int32_t *worlds, int32_t n)
 
 /* ---- what ranks do ---------------------------------------------------------------------------------------------------- */
 
-static lf_device *cpu;
-
 #define NEED(call)                                                                                     \
     do {                                                                                               \
         lf_status s_ = (call);                                                                         \
@@ -76,8 +72,8 @@ static lf_status open_link(lf_transport *t, double timeout_s, int64_t chunk_byte
     lf_status rc = lf_options_init("nexus", &o, sizeof o);
     o.timeout_s = timeout_s;
     o.chunk_bytes = chunk_bytes;
-    if (rc == LF_OK && !cpu) rc = lf_device_open(&cpu, "cpu");
-    return rc == LF_OK ? lf_mpi_open(&o, cpu, t) : rc;
+    if (rc == LF_OK && !device) rc = lf_device_open(&device, "cpu");
+    return rc == LF_OK ? lf_mpi_open(&o, device, t) : rc;
 }
 
 static lf_status sum(lf_transport *t, void *data, int64_t count, int32_t dtype, double timeout_s)
@@ -101,21 +97,6 @@ static int expect_failure(lf_status rc, lf_status want, const char *part)
 
 static const int32_t dtypes[] = {LF_DTYPE_F32, LF_DTYPE_BF16, LF_DTYPE_F64, LF_DTYPE_I64};
 static const int64_t counts[] = {0, 1, 3, 1023, 4096, 5001, 300007};
-
-static void put(void *data, int64_t i, int32_t dtype, double v)
-{
-    if (dtype == LF_DTYPE_F32) ((float *)data)[i] = (float)v;
-    if (dtype == LF_DTYPE_BF16) ((uint16_t *)data)[i] = lf__bf16_from_f32((float)v);
-    if (dtype == LF_DTYPE_F64) ((double *)data)[i] = v;
-    if (dtype == LF_DTYPE_I64) ((int64_t *)data)[i] = (int64_t)v;
-}
-
-static double get(const void *data, int64_t i, int32_t dtype)
-{
-    if (dtype == LF_DTYPE_F32) return (double)((const float *)data)[i];
-    if (dtype == LF_DTYPE_BF16) return (double)lf__f32_from_bf16(((const uint16_t *)data)[i]);
-    return dtype == LF_DTYPE_F64 ? ((const double *)data)[i] : (double)((const int64_t *)data)[i];
-}
 
 /* Whole numbers: sums of eight stay below 256, exact in every dtype and order. */
 static double start_value(int32_t rank, int32_t op, int64_t i) { return (double)((rank * 31 + op * 17 + i * 7) % 61 - 30); }
@@ -183,7 +164,7 @@ static int rank_streams(void)
     int64_t now = 1;
     NEED(open_link(&t, 60, 64 << 10));
     NEED(open_link(&u, 60, 64 << 10));
-    NEED(lf_stream_open(cpu, 0, &stream));
+    NEED(lf_stream_open(device, 0, &stream));
     NEED(lf_stream_run(stream, fill_late, late));
     NEED(t.post(t.user, late, 100, LF_DTYPE_F32, stream, &first));
     NEED(u.post(u.user, &now, 1, LF_DTYPE_I64, NULL, &second));
@@ -209,22 +190,13 @@ static lf_map *make_map(void)
 {
     static const int64_t sizes[] = {3000, 700, 32, 500, 833, 1166, 2500};
     static const int32_t layers[] = {-1, 0, 0, 0, 0, 1, INT32_MAX};
-    lf_map *map = NULL;
-    if (lf_map_open(&map, NULL) < 0) return NULL;
+    lf_map *map = new_map(1, 4);
     for (int32_t i = 0; i < 7; i++) {
         char name[16];
         snprintf(name, sizeof name, "p%d", i);
-        const lf_param p = {.size = sizeof p,
-                            .name = name,
-                            .shape = &sizes[i],
-                            .ndim = 1,
-                            .dtype = i % 2 ? LF_DTYPE_BF16 : LF_DTYPE_F32,
-                            .layer = layers[i],
-                            .expert = i >= 3 && i <= 5 ? i - 3 : -1,
-                            .tied_to = -1};
-        if (lf_map_add(map, &p, NULL) < 0) return NULL;
+        add_param(map, name, sizes[i], i % 2 ? LF_DTYPE_BF16 : LF_DTYPE_F32, layers[i], i >= 3 && i <= 5 ? i - 3 : -1, 0);
     }
-    return lf_map_plan(map) == LF_OK && lf_map_allocate(map, cpu) == LF_OK ? map : NULL;
+    return plan_and_allocate(map);
 }
 
 typedef struct stepper {
@@ -246,13 +218,10 @@ static lf_status take_step(stepper *s)
     LF_TRY(lf_nexus_open(&nexus, s->map, &s->t, &o));
     LF_TRY(lf_nexus_begin(nexus));
     for (int32_t b = 6; b >= 0; b--) {
-        lf_block_info info = {.size = sizeof info};
-        lf_class_info klass = {.size = sizeof klass};
-        LF_TRY(lf_map_get_block(s->map, b, &info));
-        LF_TRY(lf_map_get_class(s->map, info.range.klass, &klass));
+        const lf_block_info info = block_at(s->map, b);
+        const int32_t dtype = dtype_of(s->map, info.range.klass, LF_ROLE_GRAD);
         for (int64_t i = 0; i < info.range.count; i++)
-            put(lf_map_address(s->map, &info.range, LF_ROLE_GRAD), i, klass.role_dtype[LF_ROLE_GRAD],
-                8 * start_value(s->t.rank, b, i));
+            put(lf_map_address(s->map, &info.range, LF_ROLE_GRAD), i, dtype, 8 * start_value(s->t.rank, b, i));
         if ((b + s->t.rank) % 4 != 3) LF_TRY(lf_nexus_mark(nexus, b, NULL)); /* some have no gradient on some ranks */
     }
     LF_TRY(lf_nexus_finish(nexus, NULL));

@@ -1,32 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The schedule by itself: what it covers, how it is cut, in which order. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
-
-static void add(lf_map *map, const char *name, int64_t count, int32_t dtype, int32_t layer, int32_t expert, uint32_t flags)
-{
-    lf_param p = {.size = sizeof p,
-                  .name = name,
-                  .shape = &count,
-                  .ndim = 1,
-                  .dtype = dtype,
-                  .layer = layer,
-                  .expert = expert,
-                  .tied_to = -1,
-                  .flags = flags};
-    CHECK_OK(lf_map_add(map, &p, NULL));
-}
-
-static lf_map *new_map(int32_t grad_f32)
-{
-    lf_map *map = NULL;
-    lf_map_options opts;
-    CHECK_OK(lf_options_init("map", &opts, sizeof opts));
-    opts.grad_f32 = grad_f32;
-    CHECK_OK(lf_map_open(&map, &opts));
-    return map;
-}
+#include "nexus_fixture.h"
 
 static lf_nexus *plan_only(lf_map *map, int64_t chunk_bytes)
 {
@@ -39,28 +13,22 @@ static lf_nexus *plan_only(lf_map *map, int64_t chunk_bytes)
     return nexus;
 }
 
-static lf_chunk_info chunk_at(const lf_nexus *nexus, int32_t i)
-{
-    lf_chunk_info c = {.size = sizeof c};
-    CHECK_OK(lf_nexus_get_chunk(nexus, i, &c));
-    return c;
-}
-
 /* A random model: layers of dense parameters and experts of unequal sizes, two dtypes, some frozen. */
 static lf_map *random_map(lf__rng *rng)
 {
-    lf_map *map = new_map(lf__rng_below(rng, 2));
+    lf_map *map = new_map(lf__rng_below(rng, 2), 4);
     char name[48];
     int32_t layers = 1 + lf__rng_below(rng, 5), experts = lf__rng_below(rng, 7);
-    add(map, "embed", 1 + lf__rng_below(rng, 40000), LF_DTYPE_BF16, -1, -1, 0);
+    add_param(map, "embed", 1 + lf__rng_below(rng, 40000), LF_DTYPE_BF16, -1, -1, 0);
     for (int32_t l = 0; l < layers; l++)
         for (int32_t e = -1; e < experts; e++)
             for (int32_t i = 0; i < 3; i++) {
                 snprintf(name, sizeof name, "l%d.e%d.%d", l, e, i);
-                add(map, name, 1 + lf__rng_below(rng, 200 * (e + 2)) * (1 + lf__rng_below(rng, 8)),
-                    lf__rng_below(rng, 4) ? LF_DTYPE_BF16 : LF_DTYPE_F32, l, e, lf__rng_below(rng, 8) ? 0 : LF_PARAM_FROZEN);
+                add_param(map, name, 1 + lf__rng_below(rng, 200 * (e + 2)) * (1 + lf__rng_below(rng, 8)),
+                          lf__rng_below(rng, 4) ? LF_DTYPE_BF16 : LF_DTYPE_F32, l, e,
+                          lf__rng_below(rng, 8) ? 0 : LF_PARAM_FROZEN);
             }
-    add(map, "head", 1 + lf__rng_below(rng, 40000), LF_DTYPE_F32, INT32_MAX, -1, 0);
+    add_param(map, "head", 1 + lf__rng_below(rng, 40000), LF_DTYPE_F32, INT32_MAX, -1, 0);
     CHECK_OK(lf_map_plan(map));
     return map;
 }
@@ -89,8 +57,7 @@ static void check_cover(const lf_map *map, const lf_nexus *nexus)
             }
         }
         for (int32_t b = 0; b < lf_map_n_blocks(map); b++) {
-            lf_block_info block = {.size = sizeof block};
-            CHECK_OK(lf_map_get_block(map, b, &block));
+            const lf_block_info block = block_at(map, b);
             if (block.range.klass != k) continue;
             const bool frozen = block.flags & LF_PARAM_FROZEN;
             for (int64_t x = block.range.offset; x < block.range.offset + block.range.count; x++) {
@@ -114,8 +81,7 @@ static void check_cuts(const lf_map *map, const lf_nexus *nexus, int64_t chunk_b
         CHECK_EQ(c.bytes, c.range.count * (int64_t)lf_dtype_bytes(c.dtype));
         CHECK_STR(c.form, "dense");
         for (int32_t b = 0; b < lf_map_n_blocks(map); b++) {
-            lf_block_info block = {.size = sizeof block};
-            CHECK_OK(lf_map_get_block(map, b, &block));
+            const lf_block_info block = block_at(map, b);
             const int64_t from = block.range.offset, to = from + block.range.count;
             if (block.range.klass != c.range.klass || to <= c.range.offset || from >= end) continue;
             const bool inside = from >= c.range.offset && to <= end;
@@ -129,8 +95,7 @@ static int32_t last_layer(const lf_map *map, const lf_chunk_info *c)
 {
     int32_t layer = INT32_MAX;
     for (int32_t b = 0; b < lf_map_n_blocks(map); b++) {
-        lf_block_info block = {.size = sizeof block};
-        CHECK_OK(lf_map_get_block(map, b, &block));
+        const lf_block_info block = block_at(map, b);
         if (block.range.klass == c->range.klass && block.range.offset < c->range.offset + c->range.count &&
             block.range.offset + block.range.count > c->range.offset && block.layer < layer)
             layer = block.layer;
@@ -180,11 +145,11 @@ TEST(schedule_covers_cuts_and_orders)
 /* 10 blocks of 1000 f32 padded to 1024: 4 KiB each. Chunks of 8 KiB + a bit take two each. */
 TEST(schedule_gathers_small_blocks)
 {
-    lf_map *map = new_map(1);
+    lf_map *map = new_map(1, 4);
     char name[16];
     for (int32_t i = 0; i < 10; i++) {
         snprintf(name, sizeof name, "p%d", i);
-        add(map, name, 1000, LF_DTYPE_F32, 0, -1, 0);
+        add_param(map, name, 1000, LF_DTYPE_F32, 0, -1, 0);
     }
     CHECK_OK(lf_map_plan(map));
     lf_nexus *nexus = plan_only(map, 9000);
@@ -201,10 +166,10 @@ TEST(schedule_gathers_small_blocks)
 /* A block of 10 chunks' size becomes equal parts; its neighbours stay whole. */
 TEST(schedule_cuts_large_blocks_inside)
 {
-    lf_map *map = new_map(1);
-    add(map, "a", 100, LF_DTYPE_F32, 0, -1, 0);
-    add(map, "b", 10000, LF_DTYPE_F32, 0, -1, 0);
-    add(map, "c", 100, LF_DTYPE_F32, 0, -1, 0);
+    lf_map *map = new_map(1, 4);
+    add_param(map, "a", 100, LF_DTYPE_F32, 0, -1, 0);
+    add_param(map, "b", 10000, LF_DTYPE_F32, 0, -1, 0);
+    add_param(map, "c", 100, LF_DTYPE_F32, 0, -1, 0);
     CHECK_OK(lf_map_plan(map));
     lf_nexus *nexus = plan_only(map, 4096);
     CHECK_EQ(lf_nexus_n_chunks(nexus), 12);
@@ -219,10 +184,10 @@ TEST(schedule_cuts_large_blocks_inside)
 /* An embedding tied to the head is final only when backward is through. */
 TEST(schedule_tied_block_waits_for_its_first_layer)
 {
-    lf_map *map = new_map(1);
+    lf_map *map = new_map(1, 4);
     int64_t count = 5000;
-    add(map, "head", count, LF_DTYPE_F32, INT32_MAX, -1, 0);
-    add(map, "layer", count, LF_DTYPE_F32, 3, -1, 0);
+    add_param(map, "head", count, LF_DTYPE_F32, INT32_MAX, -1, 0);
+    add_param(map, "layer", count, LF_DTYPE_F32, 3, -1, 0);
     lf_param tied = {.size = sizeof tied,
                      .name = "embed",
                      .shape = &count,
@@ -234,8 +199,7 @@ TEST(schedule_tied_block_waits_for_its_first_layer)
     CHECK_OK(lf_map_add(map, &tied, NULL));
     CHECK_OK(lf_map_plan(map));
     lf_nexus *nexus = plan_only(map, 32768);
-    lf_block_info layer = {.size = sizeof layer};
-    CHECK_OK(lf_map_get_block(map, 1, &layer));
+    const lf_block_info layer = block_at(map, 1);
     CHECK_EQ(lf_nexus_n_chunks(nexus), 2);
     CHECK_EQ(chunk_at(nexus, 0).range.offset, layer.range.offset);
     lf_nexus_close(nexus);
@@ -244,8 +208,8 @@ TEST(schedule_tied_block_waits_for_its_first_layer)
 
 TEST(schedule_alone_does_not_reduce)
 {
-    lf_map *map = new_map(1);
-    add(map, "a", 10, LF_DTYPE_F32, 0, -1, 0);
+    lf_map *map = new_map(1, 4);
+    add_param(map, "a", 10, LF_DTYPE_F32, 0, -1, 0);
     lf_nexus *nexus = NULL;
     CHECK_STATUS(lf_nexus_open(&nexus, map, NULL, NULL), LF_ERR_STATE); /* not planned */
     CHECK(nexus == NULL);
@@ -265,8 +229,8 @@ TEST(schedule_alone_does_not_reduce)
 
 TEST(schedule_refuses_options)
 {
-    lf_map *map = new_map(1);
-    add(map, "a", 10, LF_DTYPE_F32, 0, -1, 0);
+    lf_map *map = new_map(1, 4);
+    add_param(map, "a", 10, LF_DTYPE_F32, 0, -1, 0);
     CHECK_OK(lf_map_plan(map));
     lf_nexus *nexus;
     lf_nexus_options opts;

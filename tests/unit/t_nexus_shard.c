@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The sharded optimizer over the loopback: shares cover every chunk once, hold exact sums, and reach every rank bit for bit. */
-#include "nexus_fixture.h"
+#include "nexus_ranks.h"
 
 enum { MOST = 4, N_LAYERS = 3, N_EXPERTS = 3 };
 
 /* Chunks of every kind: divisible, with a rest, and too small to share. */
-static lf_map *make_map(int32_t grad_f32)
+static lf_map *make_map(const rank *r)
 {
-    const model_shape m = {.grad_f32 = grad_f32,
+    const model_shape m = {.grad_f32 = r->grad_f32,
                            .high_load = 1,
                            .n_layers = N_LAYERS,
                            .n_experts = N_EXPERTS,
@@ -19,77 +19,37 @@ static lf_map *make_map(int32_t grad_f32)
     return make_model(&m);
 }
 
-typedef struct rank {
-    lf_transport t;
-    lf_nexus_options opts;
-    void (*run)(struct rank *rank);
-    int32_t grad_f32, on_stream;
-    lf_status status;
-    char text[600], wrong[200];
-    lf__thread *thread;
-} rank;
-
-static rank ranks[MOST];
-
-static void enter(void *user)
+static void prepare_shares(int32_t world, void (*run)(rank *))
 {
-    rank *r = user;
-    r->run(r);
-    if (r->status < 0) snprintf(r->text, sizeof r->text, "%s", lf_error_text());
-}
-
-static void prepare(int32_t world, void (*run)(rank *))
-{
-    lf_transport ends[MOST];
-    set_up();
-    CHECK_OK(lf_loopback_open(world, ends));
+    prepare(world, make_map, run);
     for (int32_t i = 0; i < world; i++) {
-        ranks[i] = (rank){.t = ends[i], .run = run, .grad_f32 = 1};
-        CHECK_OK(lf_options_init("nexus", &ranks[i].opts, sizeof ranks[i].opts));
-        ranks[i].opts.chunk_bytes = 4096;
         ranks[i].opts.run_bytes = 16384;
-        ranks[i].opts.timeout_s = 20;
         ranks[i].opts.shard_optimizer = 1;
     }
 }
 
-static void run_ranks(int32_t world)
-{
-    for (int32_t i = 0; i < world; i++) CHECK_OK(lf__thread_start(&ranks[i].thread, "rank", enter, &ranks[i]));
-    for (int32_t i = 0; i < world; i++) lf__thread_join(ranks[i].thread);
-    for (int32_t i = 0; i < world; i++) CHECK_STR(ranks[i].wrong, "");
-}
+static float grad_of(int32_t from, int32_t step, int64_t i) { return fours(from, step, 0, i); }
 
-static lf_chunk_info chunk_at(const lf_nexus *nexus, int32_t i)
+static void write_grads(const rank *r, int32_t step)
 {
-    lf_chunk_info c = {.size = sizeof c};
-    lf_nexus_get_chunk(nexus, i, &c);
-    return c;
-}
-
-/* Multiples of 4 up to 60: sums of four, and their quarters, are exact in bf16 too. */
-static float grad_of(int32_t rank_, int32_t step, int64_t i) { return (float)(4 * ((rank_ * 13 + step * 7 + i * 3) % 31 - 15)); }
-
-static void write_grads(const lf_map *map, const lf_nexus *nexus, int32_t rank_, int32_t step)
-{
-    for (int32_t k = 0; k < lf_nexus_n_chunks(nexus); k++) {
-        const lf_chunk_info c = chunk_at(nexus, k);
-        void *g = lf_map_address(map, &c.range, LF_ROLE_GRAD);
-        for (int64_t i = 0; i < c.range.count; i++) put(g, i, c.dtype, grad_of(rank_, step, c.range.offset + i));
+    for (int32_t k = 0; k < lf_nexus_n_chunks(r->nexus); k++) {
+        const lf_chunk_info c = chunk_at(r->nexus, k);
+        void *g = lf_map_address(r->map, &c.range, LF_ROLE_GRAD);
+        for (int64_t i = 0; i < c.range.count; i++) put(g, i, c.dtype, grad_of(r->t.rank, step, c.range.offset + i));
     }
 }
 
-static void check_part(rank *r, const lf_map *map, const lf_chunk_info *c, const lf_range *part, int32_t step)
+static void check_part(rank *r, const lf_chunk_info *c, const lf_range *part, int32_t step)
 {
     if (part->count == 0) return;
-    const void *g = lf_map_address(map, part, LF_ROLE_GRAD);
+    const void *g = lf_map_address(r->map, part, LF_ROLE_GRAD);
     for (int64_t i = 0; i < part->count; i++) {
         float want = 0;
         for (int32_t s = 0; s < r->t.world; s++) want += grad_of(s, step, part->offset + i);
         if (strcmp(r->opts.reduce, "mean") == 0) want /= (float)r->t.world;
-        if (get(g, i, c->dtype) != want)
-            WRONG("rank %d step %d element %d: %g, expected %g", r->t.rank, step, (int)(part->offset + i),
-                  (double)get(g, i, c->dtype), (double)want);
+        if (get(g, i, c->dtype) != (double)want)
+            WRONG("rank %d step %d element %d: %g, expected %g", r->t.rank, step, (int)(part->offset + i), get(g, i, c->dtype),
+                  (double)want);
     }
 }
 
@@ -102,9 +62,9 @@ static void fill_bytes(const lf_map *map, const lf_range *part, int32_t role, in
     for (int64_t i = 0; i < part->count * width; i++) at[i] = byte_of(owner, role, part->offset * width + i);
 }
 
-static void check_bytes(rank *r, const lf_map *map, const lf_chunk_info *c, int32_t role, int64_t width)
+static void check_bytes(rank *r, const lf_chunk_info *c, int32_t role, int64_t width)
 {
-    const uint8_t *at = lf_map_address(map, &c->range, role);
+    const uint8_t *at = lf_map_address(r->map, &c->range, role);
     for (int64_t i = 0; i < c->range.count * width; i++) {
         const int64_t element = i / width;
         const int32_t owner =
@@ -114,8 +74,10 @@ static void check_bytes(rank *r, const lf_map *map, const lf_chunk_info *c, int3
     }
 }
 
-static lf_status spread(rank *r, lf_map *map, lf_nexus *nexus, int32_t role, lf_stream *stream)
+static lf_status spread(rank *r, int32_t role)
 {
+    const lf_map *map = r->map;
+    lf_nexus *nexus = r->nexus;
     const int32_t n = lf_nexus_n_chunks(nexus);
     for (int32_t k = 0; k < n; k++) {
         const lf_chunk_info c = chunk_at(nexus, k);
@@ -124,26 +86,28 @@ static lf_status spread(rank *r, lf_map *map, lf_nexus *nexus, int32_t role, lf_
         if (c.share.count) fill_bytes(map, &c.share, role, r->t.rank, width);
         if (c.rest.count) fill_bytes(map, &c.rest, role, 99, width);
     }
-    lf_status rc = lf_nexus_gather(nexus, role, 0, n / 2, stream);
-    if (rc == LF_OK) rc = lf_nexus_gather(nexus, role, n / 2, n - n / 2, stream);
+    lf_status rc = lf_nexus_gather(nexus, role, 0, n / 2, r->stream);
+    if (rc == LF_OK) rc = lf_nexus_gather(nexus, role, n / 2, n - n / 2, r->stream);
     if (rc == LF_OK && lf_nexus_begin(nexus) != LF_ERR_STATE) WRONG("a step began over gathers");
-    if (rc == LF_OK) rc = lf_nexus_gathered(nexus, stream);
-    if (rc == LF_OK) rc = lf_stream_sync(stream);
+    if (rc == LF_OK) rc = lf_nexus_gathered(nexus, r->stream);
+    if (rc == LF_OK) rc = lf_stream_sync(r->stream);
     for (int32_t k = 0; k < n && rc == LF_OK; k++) {
         const lf_chunk_info c = chunk_at(nexus, k);
         const int64_t width = (int64_t)lf_dtype_bytes(dtype_of(map, c.range.klass, role));
-        if (width) check_bytes(r, map, &c, role, width);
+        if (width) check_bytes(r, &c, role, width);
     }
     return rc;
 }
 
-static lf_status one_step(rank *r, lf_map *map, lf_nexus *nexus, int32_t step, lf_stream *stream)
+static lf_status one_step(rank *r, int32_t step)
 {
+    lf_nexus *nexus = r->nexus;
+    lf_stream *stream = r->stream;
     int32_t first, n;
     lf_status rc = lf_nexus_begin(nexus);
-    write_grads(map, nexus, r->t.rank, step);
+    write_grads(r, step);
     if (rc == LF_OK && lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, 1, stream) != LF_ERR_STATE) WRONG("a gather before the flush");
-    for (int32_t b = lf_map_n_blocks(map) - 1; b >= 0 && rc == LF_OK; b--) rc = lf_nexus_mark(nexus, b, stream);
+    for (int32_t b = lf_map_n_blocks(r->map) - 1; b >= 0 && rc == LF_OK; b--) rc = lf_nexus_mark(nexus, b, stream);
     if (step == 0 && rc == LF_OK) rc = lf_nexus_finish(nexus, stream);
     if (step == 0) return rc;
     if (rc == LF_OK) rc = lf_nexus_flush(nexus, stream);
@@ -155,38 +119,33 @@ static lf_status one_step(rank *r, lf_map *map, lf_nexus *nexus, int32_t step, l
     return rc == LF_END ? lf_nexus_gathered(nexus, stream) : rc;
 }
 
-static void shares_of_steps(rank *r)
+static void check_kinds(rank *r)
 {
-    lf_map *map = make_map(r->grad_f32);
-    lf_nexus *nexus = NULL;
-    lf_stream *stream = NULL;
     int64_t shared = 0, rest = 0;
-    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
-    if (r->status == LF_OK && r->on_stream) r->status = lf_stream_open(cpu, 0, &stream);
-    for (int32_t k = 0; nexus && k < lf_nexus_n_chunks(nexus); k++) {
-        const lf_chunk_info c = chunk_at(nexus, k);
+    for (int32_t k = 0; k < lf_nexus_n_chunks(r->nexus); k++) {
+        const lf_chunk_info c = chunk_at(r->nexus, k);
         if (c.share.count * r->t.world + c.rest.count != c.range.count) WRONG("chunk %d is not covered", k);
         if (c.rest.offset + c.rest.count != c.range.offset + c.range.count) WRONG("chunk %d does not end with its rest", k);
         if (c.share.offset != c.range.offset + r->t.rank * c.share.count) WRONG("chunk %d: a share at the wrong place", k);
         shared += c.share.count;
         rest += c.rest.count;
     }
-    if (r->status == LF_OK && (shared == 0 || (rest == 0) != (r->t.world == 1))) WRONG("not all kinds of chunks");
+    if (shared == 0 || (rest == 0) != (r->t.world == 1)) WRONG("not all kinds of chunks");
+}
+
+static void shares_of_steps(rank *r)
+{
+    check_kinds(r);
     for (int32_t step = 0; step < 3 && r->status == LF_OK; step++) {
-        r->status = one_step(r, map, nexus, step, stream);
-        if (r->status == LF_OK) r->status = lf_stream_sync(stream);
-        for (int32_t k = 0; k < lf_nexus_n_chunks(nexus) && r->status == LF_OK; k++) {
-            const lf_chunk_info c = chunk_at(nexus, k);
-            check_part(r, map, &c, &c.share, step);
-            check_part(r, map, &c, &c.rest, step);
+        r->status = one_step(r, step);
+        if (r->status == LF_OK) r->status = lf_stream_sync(r->stream);
+        for (int32_t k = 0; k < lf_nexus_n_chunks(r->nexus) && r->status == LF_OK; k++) {
+            const lf_chunk_info c = chunk_at(r->nexus, k);
+            check_part(r, &c, &c.share, step);
+            check_part(r, &c, &c.rest, step);
         }
-        for (int32_t role = 0; role < LF_N_ROLES && r->status == LF_OK && r->t.world > 1; role++)
-            r->status = spread(r, map, nexus, role, stream);
+        for (int32_t role = 0; role < LF_N_ROLES && r->status == LF_OK && r->t.world > 1; role++) r->status = spread(r, role);
     }
-    lf_stream_close(stream);
-    if (nexus) lf_nexus_close(nexus);
-    else r->t.close(r->t.user);
-    lf_map_unref(map);
 }
 
 /* Transports with both entries, one, and none; eager and on a stream; sums and means. */
@@ -194,7 +153,7 @@ TEST(shard_shares_are_exact_and_reach_everyone)
 {
     for (int32_t world = 1; world <= MOST; world++)
         for (int32_t how = 0; how < 4; how++) {
-            prepare(world, shares_of_steps);
+            prepare_shares(world, shares_of_steps);
             for (int32_t i = 0; i < world; i++) {
                 if (how & 1) ranks[i].t.scatter = NULL;
                 if (how & 2) ranks[i].t.gather = NULL;
@@ -203,56 +162,42 @@ TEST(shard_shares_are_exact_and_reach_everyone)
                 if (how == 1 || world == 3) snprintf(ranks[i].opts.reduce, LF_TEXT_MAX, "sum"); /* a third is not exact */
             }
             run_ranks(world);
-            for (int32_t i = 0; i < world; i++)
-                if (ranks[i].status < 0) FAIL_("rank %d of %d, how %d: %s", i, world, how, ranks[i].text);
+            all_are(world, LF_OK);
         }
 }
 
-static void open_only(rank *r)
-{
-    lf_map *map = make_map(1);
-    lf_nexus *nexus = NULL;
-    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
-    if (nexus) lf_nexus_close(nexus);
-    else r->t.close(r->t.user);
-    lf_map_unref(map);
-}
+static void do_nothing(rank *r) { (void)r; }
 
 TEST(shard_is_agreed_on)
 {
-    prepare(2, open_only);
+    prepare_shares(2, do_nothing);
     ranks[1].opts.shard_optimizer = 0;
     run_ranks(2);
-    for (int32_t i = 0; i < 2; i++) CHECK_EQ(ranks[i].status, LF_ERR_PEER);
+    all_are(2, LF_ERR_PEER);
     CHECK_HAS(ranks[0].text, "different [nexus] options");
     CHECK_HAS(ranks[0].text, "shard_optimizer 1");
-    prepare(2, open_only);
+    prepare_shares(2, do_nothing);
     for (int32_t i = 0; i < 2; i++) snprintf(ranks[i].opts.comm_strategy, LF_TEXT_MAX, "sparse");
     run_ranks(2);
-    for (int32_t i = 0; i < 2; i++) CHECK_EQ(ranks[i].status, LF_ERR_INVALID);
+    all_are(2, LF_ERR_INVALID);
     CHECK_HAS(ranks[0].text, "shard_optimizer with chunks in the sparse form");
 }
 
 /* A peer that leaves in the middle of a gather ends the handle with an error that says what was being done. */
 static void rank_1_leaves(rank *r)
 {
-    lf_map *map = make_map(1);
-    lf_nexus *nexus = NULL;
-    r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
-    if (r->status == LF_OK && r->t.rank != 1) {
-        r->status = lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, lf_nexus_n_chunks(nexus), NULL);
-        if (r->status == LF_OK && lf_nexus_gather(nexus, LF_ROLE_WEIGHT, 0, lf_nexus_n_chunks(nexus), NULL) == LF_OK)
-            WRONG("twice as many gathers as chunks");
-        if (r->status == LF_OK) r->status = lf_nexus_gathered(nexus, NULL);
-        if (r->status < 0 && lf_nexus_begin(nexus) != r->status) WRONG("the handle goes on");
-    }
-    lf_nexus_close(nexus);
-    lf_map_unref(map);
+    const int32_t n = lf_nexus_n_chunks(r->nexus);
+    if (r->t.rank == 1) return;
+    r->status = lf_nexus_gather(r->nexus, LF_ROLE_WEIGHT, 0, n, NULL);
+    if (r->status == LF_OK && lf_nexus_gather(r->nexus, LF_ROLE_WEIGHT, 0, n, NULL) == LF_OK)
+        WRONG("twice as many gathers as chunks");
+    if (r->status == LF_OK) r->status = lf_nexus_gathered(r->nexus, NULL);
+    if (r->status < 0 && lf_nexus_begin(r->nexus) != r->status) WRONG("the handle goes on");
 }
 
 TEST(shard_names_what_failed)
 {
-    prepare(2, rank_1_leaves);
+    prepare_shares(2, rank_1_leaves);
     run_ranks(2);
     CHECK_EQ(ranks[0].status, LF_ERR_PEER);
 }
@@ -260,7 +205,7 @@ TEST(shard_names_what_failed)
 TEST(shard_alone_needs_no_gathers)
 {
     set_up();
-    lf_map *map = make_map(1);
+    lf_map *map = make_map(&(rank){.grad_f32 = 1});
     lf_nexus *nexus = NULL;
     lf_nexus_options opts;
     CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
@@ -279,7 +224,7 @@ TEST(shard_alone_needs_no_gathers)
     CHECK_OK(lf_nexus_gathered(nexus, NULL));
     lf_nexus_close(nexus);
     lf_map_unref(map);
-    lf_device_close(cpu);
+    lf_device_close(device);
 }
 
 LF_TEST_MAIN

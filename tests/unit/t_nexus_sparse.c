@@ -86,8 +86,8 @@ static void close_serial(serial *s)
 static void sum_arrays(void *const *data, int32_t world, int64_t n, int32_t dtype)
 {
     for (int64_t i = 0; i < n; i++) {
-        float sum = get(data[0], i, dtype);
-        for (int32_t r = 1; r < world; r++) sum += get(data[r], i, dtype);
+        float sum = (float)get(data[0], i, dtype);
+        for (int32_t r = 1; r < world; r++) sum += (float)get(data[r], i, dtype);
         for (int32_t r = 0; r < world; r++) put(data[r], i, dtype, sum);
     }
 }
@@ -114,18 +114,18 @@ static lf_status serial_step(serial *s, int32_t step, bool sparse, bool whole)
         const bool now = sparse && c->form == NEXUS_SPARSE;
         const lf_topk *turn = s->chunk[(step + i) % s->world][i];
         void *data[MOST];
-        for (int32_t r = 0; r < s->world && now && rc == LF_OK; r++) rc = lf_topk_fold(cpu, s->chunk[r][i], NULL);
-        if (now && rc == LF_OK) rc = lf_topk_select(cpu, turn, NULL);
+        for (int32_t r = 0; r < s->world && now && rc == LF_OK; r++) rc = lf_topk_fold(device, s->chunk[r][i], NULL);
+        if (now && rc == LF_OK) rc = lf_topk_select(device, turn, NULL);
         for (int32_t r = 0; r < s->world && rc == LF_OK; r++) {
             lf_topk *t = s->chunk[r][i];
             if (now && t != turn) memcpy(t->mask, turn->mask, (size_t)(t->count + 63) / 64 * 8);
-            if (now) rc = lf_topk_pack(cpu, t, NULL);
+            if (now) rc = lf_topk_pack(device, t, NULL);
             data[r] = now ? t->values : t->out;
         }
         sum_arrays(data, s->world, now ? turn->k : c->range.count, c->dtype);
         for (int32_t r = 0; r < s->world && rc == LF_OK; r++) {
             lf_topk *t = s->chunk[r][i];
-            if (now) rc = lf_topk_scatter(cpu, t, NULL);
+            if (now) rc = lf_topk_scatter(device, t, NULL);
             else if (c->factor != 1) rc = lf__nexus_cpu.scale(NULL, NULL, 1, t->out, t->count, t->dtype, c->factor);
         }
     }
@@ -150,6 +150,7 @@ typedef struct rank {
 } rank;
 
 static rank ranks[MOST];
+#define WRONG(...) snprintf(r->wrong, sizeof r->wrong, __VA_ARGS__)
 
 static void enter(void *user)
 {
@@ -188,19 +189,6 @@ static void expect_ok(int32_t world)
         if (ranks[i].status < 0) FAIL_("rank %d: %s", i, ranks[i].text);
 }
 
-/* Backward's order, shuffled a little, another way on each rank. */
-static void order_of_marks(int32_t seed, int32_t step, int32_t *order, int32_t n)
-{
-    lf__rng rng;
-    lf__rng_init(&rng, 3, (uint32_t)seed, (uint32_t)step, 0);
-    for (int32_t i = 0; i < n; i++) order[i] = n - 1 - i;
-    for (int32_t i = 0; i + 1 < n; i++) {
-        int32_t j = i + lf__rng_below(&rng, n - i < 6 ? n - i : 6), was = order[i];
-        order[i] = order[j];
-        order[j] = was;
-    }
-}
-
 static lf_status reduce_once(const rank *r, lf_nexus *nexus, const lf_map *map, int32_t step, lf_stream *stream)
 {
     int32_t order[100], n = lf_map_n_blocks(map);
@@ -235,7 +223,7 @@ static void note_step(rank *r, const lf_nexus *nexus, int32_t at)
         const nexus_chunk *c = &nexus->plan.chunks[i];
         const lf__hash128 one[2] = {all[0], lf__hash(c->data, (size_t)c->bytes, 0)};
         all[0] = lf__hash(one, sizeof one, 0);
-        for (int64_t k = 0; k < c->range.count; k++) r->total += (double)get(c->data, k, c->dtype);
+        for (int64_t k = 0; k < c->range.count; k++) r->total += get(c->data, k, c->dtype);
     }
     if (at < STEPS_MOST) r->steps_hash[at] = all[0];
 }
@@ -264,7 +252,7 @@ static void train(rank *r)
     lf_stream *stream = NULL;
     serial s = {0};
     r->status = lf_nexus_open(&nexus, map, &r->t, &r->opts);
-    if (r->status == LF_OK && r->streams) r->status = lf_stream_open(cpu, 0, &stream);
+    if (r->status == LF_OK && r->streams) r->status = lf_stream_open(device, 0, &stream);
     if (r->status == LF_OK) r->status = resume(r, nexus);
     if (r->status == LF_OK && r->check) open_serial(&s, r->t.world, r->grad_f32, r->n_experts, nexus);
     for (int32_t step = r->first_step; step < r->first_step + r->steps && r->status == LF_OK; step++) {

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The last collectives, as a report of a failure shows them. */
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/nexus.h"
+#include "nexus_fixture.h"
 
 static int64_t fail_wait_of = -1, posted;
 
@@ -17,24 +15,6 @@ static lf_status wait_for(void *user, int64_t ticket, lf_stream *stream, double 
 {
     (void)user, (void)stream, (void)timeout_s;
     return ticket == fail_wait_of ? lf_transport_fail(LF_ERR_TIMEOUT, "nobody came") : LF_OK;
-}
-
-static lf_map *make_map(lf_device *cpu)
-{
-    static const int64_t count = 4096;
-    char name[16];
-    lf_map *map = NULL;
-    CHECK_OK(lf_map_open(&map, NULL));
-    for (int32_t l = 0; l < 3; l++) {
-        snprintf(name, sizeof name, "l%d", l);
-        lf_param p = {
-            .size = sizeof p, .name = name, .shape = &count, .ndim = 1, .dtype = LF_DTYPE_F32, .layer = l, .expert = -1};
-        p.tied_to = -1;
-        CHECK_OK(lf_map_add(map, &p, NULL));
-    }
-    CHECK_OK(lf_map_plan(map));
-    CHECK_OK(lf_map_allocate(map, cpu));
-    return map;
 }
 
 static lf_status one_step(lf_nexus *nexus)
@@ -53,13 +33,12 @@ static lf_collective_info recent(const lf_nexus *nexus, int32_t back)
 
 TEST(trace_remembers_the_last_collectives)
 {
-    lf_device *cpu;
     lf_nexus *nexus;
     lf_nexus_options opts;
     lf_transport t = {.size = sizeof t, .name = "deaf", .world = 1, .post = post, .wait = wait_for};
     double sums[5] = {0};
-    CHECK_OK(lf_device_open(&cpu, "cpu"));
-    lf_map *map = make_map(cpu);
+    set_up();
+    lf_map *map = make_layers(3, 4096);
     CHECK_OK(lf_options_init("nexus", &opts, sizeof opts));
     opts.chunk_bytes = 4096 * 4;
     CHECK_OK(lf_nexus_open(&nexus, map, &t, &opts)); /* one sum: do the ranks agree */
@@ -100,7 +79,7 @@ TEST(trace_remembers_the_last_collectives)
     CHECK_EQ(recent(nexus, 0).state, LF_COLLECTIVE_POSTED);
     lf_nexus_close(nexus);
     lf_map_unref(map);
-    lf_device_close(cpu);
+    lf_device_close(device);
 }
 
 LF_TEST_MAIN
