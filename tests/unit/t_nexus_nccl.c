@@ -299,12 +299,14 @@ TEST(nccl_lets_the_host_run_ahead)
 static void joined(rank *r)
 {
     enum { N = 4096 };
-    static float x[MOST][2 * N];
+    static _Alignas(8) float x[MOST][2 * N];
     float *data = x[r->rank];
-    int64_t ticket[2];
+    int64_t ticket[2], whole[N / 32];
     for (int32_t i = 0; i < 2 * N; i++) data[i] = (float)(i % 7 + r->rank);
+    for (int32_t i = 0; i < N / 32; i++) whole[i] = i + r->rank;
     for (int32_t run = 0; run < 2 && r->status == LF_OK; run++) {
         float *from = data + run * N;
+        memcpy(from + 7 * N / 16, whole, sizeof whole);
         r->status = r->t.run(r->t.user, 1, "neighbours");
         for (int32_t at = 0; at < N && r->status == LF_OK; at += N / 8) /* 3 and 4 neighbours around a gap */
             if (at != 3 * N / 8) r->status = r->t.post(r->t.user, from + at, N / 8, LF_DTYPE_F32, r->stream, &ticket[run]);
@@ -318,11 +320,16 @@ static void joined(rank *r)
     if (r->status == LF_OK) r->status = lf_stream_sync(r->stream);
     for (int32_t i = 0; i < 2 * N; i++)
         if (i % N / (N / 8) != 3 && data[i] != (float)(2 * (i % 7) + 1)) WRONG("sum %d is %g", i, (double)data[i]);
+    for (int32_t run = 0; run < 2; run++) {
+        memcpy(whole, data + run * N + 7 * N / 16, sizeof whole);
+        for (int32_t i = 0; i < N / 32; i++)
+            if (whole[i] != 2 * i + 1) WRONG("whole sum %d is %lld", i, (long long)whole[i]);
+    }
 }
 TEST(nccl_joins_neighbours)
 {
-    const long calls = fake.count("calls");
     prepare(2, joined);
+    const long calls = fake.count("calls");
     run_ranks(2);
     all_are(2, LF_OK);
     CHECK_EQ(fake.count("calls") - calls, 2 * 2 * 4); /* ranks, runs, calls */
