@@ -4,6 +4,7 @@
 #define LF_LOOM_CUDA_PROBLEM_H
 
 #include "loom_cuda_fixture.h"
+#include "route_cases.h"
 
 typedef struct problem {
     lf_route_schedule schedule;
@@ -13,42 +14,6 @@ typedef struct problem {
     lf_routing want; /* the CPU's, host memory */
     float *want_sum;
 } problem;
-
-enum { FAVOUR_ONE = 1, NO_NOISE = 2, ALL_VALID = 4, NONE_VALID = 8, TIES = 16, ONE_EACH = 32 };
-
-static const struct shape {
-    int64_t n;
-    int32_t e, k;
-    uint32_t how;
-} shapes[] = {
-    {0, 4, 2, 0},
-    {0, 16, 4, NO_NOISE},
-    {1, 1, 1, 0},
-    {1, 16, 2, ALL_VALID},
-    {5, 2, 2, NO_NOISE},
-    {7, 3, 1, FAVOUR_ONE},
-    {16, 16, 1, ONE_EACH},
-    {64, 16, 1, FAVOUR_ONE | ALL_VALID},
-    {257, 16, 2, 0},
-    {300, 17, 3, NO_NOISE},
-    {129, 256, 4, 0},
-    {33, 8, 8, 0},
-    {50, 16, 2, NONE_VALID},
-    {200, 9, 4, TIES},
-    {1, 5, 4, NONE_VALID},
-    {2000, 16, 2, 0},
-    {90, 64, 4, FAVOUR_ONE},
-    {515, 3, 3, 0},
-    {8193, 16, 2, FAVOUR_ONE},
-    {1000, 100, 4, TIES},
-    {3000, 256, 8, ALL_VALID},
-    {33000, 16, 2, ALL_VALID},
-    {20001, 3, 2, 0},
-    {5000, 33, 4, 0},
-    {300, 12, 3, TIES | NO_NOISE}, /* -0 and 0 are a tie */
-    {70000, 5, 1, 0},
-    {4097, 256, 1, FAVOUR_ONE},
-};
 
 static inline lf_routing new_routing(const problem *p, bool on_device, int32_t byte)
 {
@@ -79,32 +44,22 @@ static inline void solve(problem *p, float *logits)
     p->gpu_args.schedule = up(p->args.schedule, sizeof p->schedule);
 }
 
-static inline float some_logit(const struct shape *s, int64_t i)
-{
-    float logit = s->how & TIES ? (float)lf__rng_below(&rng, 2) * (lf__rng_below(&rng, 2) ? 1 : -1.0f) : uniform(-3, 3);
-    if (s->how & FAVOUR_ONE && i % s->e == s->e / 2) logit += 50;
-    if (s->how & ONE_EACH && i % s->e == i / s->e % s->e) logit += 50;
-    return logit;
-}
-
 /* `p` must stay where it is: its arguments point into it. */
-static inline void make_problem(problem *p, const struct shape *s)
+static inline void make_problem(problem *p, const shape *s)
 {
     *p = (problem){.n = s->n, .e = s->e, .k = s->k};
-    p->schedule = (lf_route_schedule){(int32_t)lf__rng_u32(&rng), s->how & TIES ? 0 : uniform(0.2f, 1.5f), uniform(0.3f, 2)};
+    p->schedule = draw_schedule(&rng, s);
     int64_t *token = s->how & NO_NOISE ? NULL : host((size_t)p->n * 8);
     uint8_t *valid = s->how & ALL_VALID ? NULL : host((size_t)p->n);
     float *logits = host((size_t)(p->n * p->e) * 4);
-    for (int64_t i = 0; i < p->n * p->e; i++) logits[i] = some_logit(s, i);
-    for (int64_t t = 0; token && t < p->n; t++) token[t] = (int64_t)((uint64_t)lf__rng_u32(&rng) << 32 | lf__rng_u32(&rng));
-    for (int64_t t = 0; valid && t < p->n; t++)
-        valid[t] = s->how & NONE_VALID ? 0 : s->how & ONE_EACH || lf__rng_below(&rng, 4) > 0;
+    draw_logits(&rng, s, logits);
+    draw_tokens(&rng, s, token, valid);
     p->args = (lf_route_args){.size = sizeof p->args,
                               .token = token,
                               .valid = valid,
                               .schedule = &p->schedule,
                               .n = p->n,
-                              .seed = (int64_t)((uint64_t)lf__rng_u32(&rng) << 32 | lf__rng_u32(&rng)),
+                              .seed = draw_bits(&rng),
                               .e = p->e,
                               .k = p->k,
                               .layer = (int32_t)lf__rng_below(&rng, 1000)};

@@ -122,7 +122,7 @@ TEST(cuda_route_same_bits_again)
 TEST(cuda_route_survives_nan)
 {
     set_up();
-    static const struct shape odd[] = {{500, 16, 4, ALL_VALID}, {300, 5, 5, 0}, {200, 200, 8, NO_NOISE}, {64, 1, 1, 0}};
+    static const shape odd[] = {{500, 16, 4, ALL_VALID}, {300, 5, 5, 0}, {200, 200, 8, NO_NOISE}, {64, 1, 1, 0}};
     for (size_t i = 0; i < LF_COUNT(odd); i++) {
         problem p;
         make_problem(&p, &odd[i]);
@@ -147,8 +147,8 @@ TEST(cuda_route_on_two_streams_at_once)
     lf_stream *other = NULL;
     CHECK_OK(lf_stream_open(gpu, 0, &other));
     problem a, b;
-    make_problem(&a, &(struct shape){9000, 16, 2, 0});
-    make_problem(&b, &(struct shape){7000, 60, 3, 0});
+    make_problem(&a, &(shape){9000, 16, 2, 0});
+    make_problem(&b, &(shape){7000, 60, 3, 0});
     lf_routing ra = new_routing(&a, true, 0xa5), rb = new_routing(&b, true, 0xa5);
     float *sum_a = device(16 * 4, 1), *sum_b = device(60 * 4, 1);
     for (int32_t i = 0; i < 50; i++) {

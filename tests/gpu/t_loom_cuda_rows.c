@@ -104,7 +104,7 @@ TEST(cuda_rows_of_any_alignment)
     for (int32_t shift = 0; shift < 4; shift++)
         for (int32_t dtype = LF_DTYPE_F32; dtype <= LF_DTYPE_BF16; dtype++) {
             problem p;
-            make_problem(&p, &(struct shape){300, 16, 2 + shift % 2, 0});
+            make_problem(&p, &(shape){300, 16, 2 + shift % 2, 0});
             lf_routing r = upload_routing(&p);
             check_moves(&p, &r, 1024, dtype, shift);
             release();

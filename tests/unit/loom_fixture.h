@@ -5,7 +5,7 @@
 
 #include "base/base.h"
 #include "lf_test.h"
-#include "loongforge/loom.h"
+#include "route_cases.h"
 
 static lf_device *cpu;
 static lf_stream *worker;
@@ -19,7 +19,7 @@ static inline void set_up(void)
     CHECK_OK(lf_loom_set_threads(0));
 }
 
-static inline float uniform(float low, float high) { return low + (high - low) * (float)lf__rng_unit(&rng); }
+static inline float uniform(float low, float high) { return draw(&rng, low, high); }
 
 static inline void *poisoned(size_t bytes, int32_t byte)
 {
@@ -62,8 +62,6 @@ static inline void free_routing(lf_routing *r)
     lf__free(r->offset), lf__free(r->row), lf__free(r->slot);
 }
 
-enum { FAVOUR_ONE = 1, NO_NOISE = 2, ALL_VALID = 4, NONE_VALID = 8, TIES = 16 };
-
 /* Counter (token low, token high, step, layer * 64 + e / 4), key = seed. */
 static inline void draw_noise(const problem *p)
 {
@@ -83,19 +81,16 @@ static inline void draw_noise(const problem *p)
 static inline void make_problem(problem *p, int64_t n, int32_t e, int32_t k, uint32_t how)
 {
     *p = (problem){.n = n, .e = e, .k = k, .layer = (int32_t)lf__rng_below(&rng, 1000)};
+    const shape s = {n, e, k, how};
     const size_t ne = (size_t)n * (size_t)e;
-    p->seed = (int64_t)((uint64_t)lf__rng_u32(&rng) << 32 | lf__rng_u32(&rng));
-    p->schedule = (lf_route_schedule){(int32_t)lf__rng_u32(&rng), how & TIES ? 0 : uniform(0.2f, 1.5f), uniform(0.3f, 2)};
+    p->seed = draw_bits(&rng);
+    p->schedule = draw_schedule(&rng, &s);
     p->logits = poisoned(ne * 4, 0);
     p->noise = poisoned(ne * 4, 0);
     p->token = how & NO_NOISE ? NULL : poisoned((size_t)n * 8, 0);
     p->valid = how & ALL_VALID ? NULL : poisoned((size_t)n, 0);
-    for (size_t i = 0; i < ne; i++) {
-        p->logits[i] = how & TIES ? (float)lf__rng_below(&rng, 2) : uniform(-3, 3);
-        if (how & FAVOUR_ONE && i % (size_t)e == (size_t)e / 2) p->logits[i] += 50;
-    }
-    for (int64_t t = 0; p->token && t < n; t++) p->token[t] = (int64_t)((uint64_t)lf__rng_u32(&rng) << 32 | lf__rng_u32(&rng));
-    for (int64_t t = 0; p->valid && t < n; t++) p->valid[t] = how & NONE_VALID ? 0 : lf__rng_below(&rng, 4) > 0;
+    draw_logits(&rng, &s, p->logits);
+    draw_tokens(&rng, &s, p->token, p->valid);
     if (p->token && p->schedule.noise_scale != 0) draw_noise(p);
     make_routing(p, 0xa5);
 }
@@ -128,27 +123,5 @@ static inline void route(problem *p, lf_stream *stream, const lf_routing *r)
 }
 
 static inline bool is_valid(const problem *p, int64_t t) { return !p->valid || p->valid[t]; }
-
-static const struct shape {
-    int64_t n;
-    int32_t e, k;
-    uint32_t how;
-} shapes[] = {
-    {0, 4, 2, 0},
-    {1, 1, 1, 0},
-    {1, 16, 2, ALL_VALID},
-    {5, 2, 2, NO_NOISE},
-    {7, 3, 1, FAVOUR_ONE},
-    {64, 16, 1, FAVOUR_ONE | ALL_VALID},
-    {257, 16, 2, 0},
-    {300, 17, 3, NO_NOISE},
-    {129, 256, 4, 0},
-    {33, 8, 8, 0},
-    {50, 16, 2, NONE_VALID},
-    {200, 9, 4, TIES},
-    {1, 5, 4, NONE_VALID},
-    {2000, 16, 2, 0},
-    {90, 64, 4, FAVOUR_ONE},
-};
 
 #endif
