@@ -23,7 +23,7 @@ class ExpertSet:
     def __init__(self, held, weights=(), *, fused=None, keep_h=True):
         self.held, self.weights, self.fused = held, [tuple(row) for row in weights], fused
         self.keep_h = keep_h
-        self._pass, self._awaited = held.passes, 0
+        self._pass, self._awaited = held.passes.n_ended, 0
         self._counts, self._offsets = False, []  # of forwards whose tokens ranks have not told each other yet (`skip_empty`)
         held.expert_sets.add(self)
         self.open()
@@ -72,8 +72,8 @@ class ExpertSet:
         self._counts = False
         if torch.is_grad_enabled() and self.trained:
             self._counts = self.held.sync is not None and self.held.sync.counts_tokens(self)
-            if self._pass != self.held.passes:  # what ran for nothing, in an evaluation say, is not waited for
-                self._pass, self._awaited = self.held.passes, 0
+            if self._pass != self.held.passes.n_ended:  # what ran for nothing, in an evaluation say, is not waited for
+                self._pass, self._awaited = self.held.passes.n_ended, 0
             self._awaited += 1
             hooked = next((b for b in self.blocks if _has_gradient_hook(b.param)), None)
             if hooked is not None:

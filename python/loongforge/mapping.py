@@ -13,7 +13,6 @@ The rules (docs/internals/python.md has them with reasons):
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C, peers
 from .copies import Hook, Owner
+from .passes import Passes
 from .places import is_kept_in_f32, locate
 from .streams import DTYPES, device_of, stream_of
-from .tree import TreeWatch
+from .tree import TreeWatch, name_disturbance
 
 WEIGHT, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = range(5)
 ROLE_NAMES = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
@@ -102,14 +102,9 @@ class ParameterMap:
         self._dtype = {
             n: dtype if dtype and not keep(n, p) else p.dtype for n, p in model.named_parameters(remove_duplicate=False)
         }
-        self._listeners: list = []  # called with (block) when a gradient is final in the map
-        self._edges: list = []  # called at the end of a backward pass
+        self.passes = Passes()
         self._guards: list = []  # called before the map moves; an exception keeps it where it is
         self._replanned: list = []  # called after the map moved
-        self._aborted: list = []  # called when a backward pass was found to have died
-        self._task = -1  # autograd's pass that the queued callback belongs to
-        self.passes = 0  # backward passes that have ended, where someone waits for their ends
-        self._defer = False
         self.optimizer = None  # the AdamW over this map, once there is one
         self.sync = None  # the NexusSync that reduces these gradients over several ranks
         self.expert_sets: weakref.WeakSet = weakref.WeakSet()  # experts.ExpertSet over these blocks
@@ -236,6 +231,16 @@ class ParameterMap:
         for told in list(self._replanned):
             told()
 
+    def on_replan(self, fn, guard=None) -> None:
+        """fn runs after the map has moved, guard before: an exception of it keeps the map where it is."""
+        self._replanned.append(fn)
+        if guard is not None:
+            self._guards.append(guard)
+
+    def off_replan(self, fn, guard=None) -> None:
+        self._replanned = [told for told in self._replanned if told != fn]
+        self._guards = [asked for asked in self._guards if asked != guard]
+
     def tensor(self, block: _Block, role: int, handle=None) -> torch.Tensor | None:
         """View of one role of a block, None where its class has no such role."""
         handle = handle or self.handle
@@ -248,18 +253,6 @@ class ParameterMap:
         return self._by_param.get(id(param))
 
     # ---- gradients ------------------------------------------------------------------------------------------------------
-
-    def on_gradient(self, fn) -> None:
-        self._listeners.append(fn)
-
-    def on_backward_end(self, fn) -> None:
-        self._edges.append(fn)
-
-    def on_replan(self, fn, guard=None) -> None:
-        """fn runs after the map has moved, guard before: an exception of it keeps the map where it is."""
-        self._replanned.append(fn)
-        if guard is not None:
-            self._guards.append(guard)
 
     def land(self) -> None:
         """Gradients that NexusSync has left on their way (`overlap_update`) are reduced, and `.grad` is theirs again."""
@@ -281,18 +274,6 @@ class ParameterMap:
             )
         self.land()
 
-    def on_abort(self, fn) -> None:
-        self._aborted.append(fn)
-
-    @contextmanager
-    def no_sync(self):
-        """Gradients are accumulated but not announced: for all micro steps but the last."""
-        before, self._defer = self._defer, True
-        try:
-            yield
-        finally:
-            self._defer = before
-
     def _gradient_ready(self, param) -> None:
         """Runs when autograd has finished a parameter's gradient of this backward pass."""
         b = self._by_param.get(id(param))
@@ -304,7 +285,7 @@ class ParameterMap:
         self._before_write()
         if grad.data_ptr() != b.grad.data_ptr():
             self._take(b, grad)
-        self.announce(b)
+        self._announce(b)
 
     def _take(self, b: _Block, grad) -> None:
         """Bring a temporary gradient into the map and drop it."""
@@ -346,33 +327,11 @@ class ParameterMap:
             b.starts += not added
             if b.grad.dtype == b.param.dtype:
                 b.param.grad = b.grad
-            self.announce(b, final)
+            self._announce(b, final)
 
-    def announce(self, b: _Block, final: bool = True) -> None:
-        """The block's gradient is in the map. Direct writers: begin_write, end_write."""
+    def _announce(self, b: _Block, final: bool = True) -> None:
         b.has_grad = True
-        if self._defer:
-            return
-        task = torch._C._current_graph_task_id()
-        if self._task not in (-1, task):  # the pass that queued a callback never reached its end
-            self._task = -1
-            for fn in self._aborted:
-                fn()
-        if self._edges and self._task == -1 and task != -1:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        for fn in self._listeners if final else ():
-            fn(b)
-
-    def forget_pass(self) -> None:
-        """A backward pass that will not end (its capture failed) is no abort."""
-        self._task = -1
-
-    def _backward_ended(self) -> None:
-        self._task = -1
-        self.passes += 1
-        for fn in self._edges:
-            fn()
+        self.passes.announce(b, final)
 
     @staticmethod
     def holds_gradient(b: _Block) -> bool:
@@ -425,32 +384,8 @@ class ParameterMap:
     def check(self) -> None:
         """Every parameter is still the model's, in its place and as trainable as planned; otherwise an error names it."""
         if not self._watch.is_undisturbed():
-            self._find_disturbance()
+            name_disturbance(self.model, self.blocks)
             self._watch = TreeWatch(self.model, self.blocks)  # modules came or went, no parameter did
-
-    def _find_disturbance(self) -> None:
-        now = dict(self.model.named_parameters(remove_duplicate=False))
-        known = {name for b in self.blocks for name in b.names}
-        added = next((name for name in now if name not in known), None)
-        if added is not None:
-            raise RuntimeError(
-                f"parameter {added} was added after planning and would never be trained; hint: call replan() on its map"
-            )
-        for b in self.blocks:
-            for name in b.names:
-                if now.get(name) is not b.param:
-                    raise RuntimeError(
-                        f"parameter {name} was replaced (load_state_dict(assign=True), or an assignment); hint: load_state_dict "
-                        "without assign, or accelerate the model again"
-                    )
-            if b.param.data_ptr() != b.weight.data_ptr():
-                raise RuntimeError(
-                    f"parameter {b.name} left the map (.to(), .half(), a wrapper such as FSDP, or .data =); expected it at "
-                    f"{b.weight.data_ptr():#x}, found {b.param.data_ptr():#x}; hint: choose device and dtype before accelerate"
-                )
-            if b.param.requires_grad != (b.grad is not None):
-                state = "unfrozen" if b.param.requires_grad else "frozen"
-                raise RuntimeError(f"parameter {b.name} was {state} after planning; hint: call replan() on its map")
 
     def refresh(self) -> None:
         """Take weights as they are now into their masters. Needed by hand only after edits through `.data`."""

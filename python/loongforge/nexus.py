@@ -94,9 +94,9 @@ class NexusSync:
         self._open()
         self.broadcast_state()
         if self.world > 1:  # alone there is nothing to move, and a captured step wants no call into the transport
-            self.map.on_gradient(self._ready)
-            self.map.on_backward_end(self._finish)
-            self.map.on_abort(self._abort)
+            self.map.passes.on_gradient(self._ready)
+            self.map.passes.on_end(self._finish)
+            self.map.passes.on_abort(self._abort)
             self.map.sync = self
         self.map.on_replan(self._reopen, guard=self._before_replan)
         self.clock = None  # a step clock that follows the model's device: told how long steps wait, captured ones too
@@ -338,7 +338,7 @@ class NexusSync:
         self.map.stale = False
 
     def no_sync(self):
-        return self.map.no_sync()
+        return self.map.passes.no_sync()
 
     def broadcast_state(self) -> None:
         """Rank 0's weights, masters and moments to all ranks: done once when NexusSync is made, as DDP does."""
@@ -494,7 +494,7 @@ class NexusSync:
         self._marked.clear()
         self._reduced = {}
         self.drop()
-        self.map.forget_pass()
+        self.map.passes.forget()
         _C.nexus_cancel(self.handle)
 
     def drop(self) -> None:
@@ -549,15 +549,8 @@ class NexusSync:
         self.handle.close()
         if self.map.sync is self:
             self.map.sync = None
-        for hooks, fn in (
-            (self.map._listeners, self._ready),
-            (self.map._edges, self._finish),
-            (self.map._replanned, self._reopen),
-            (self.map._aborted, self._abort),
-            (self.map._guards, self._before_replan),
-        ):
-            if fn in hooks:
-                hooks.remove(fn)
+        self.map.passes.remove(self._ready, self._finish, self._abort)
+        self.map.off_replan(self._reopen, guard=self._before_replan)
         _syncs.discard(self)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a model's module tree still as it was, and has it hooks? Asked at every step, so no name is built and nothing but identities
-compared."""
+compared; names are looked for when something is wrong."""
 
 from __future__ import annotations
 
@@ -46,3 +46,29 @@ class TreeWatch:
             if holder.get(key) is not member:
                 return False
         return all(p.data_ptr() == place and p.requires_grad == trained for p, place, trained in self._places)
+
+
+def name_disturbance(model: nn.Module, blocks) -> None:
+    """Raise with the name of the first parameter that is not as planned; none is where only modules came or went."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    known = {name for b in blocks for name in b.names}
+    added = next((name for name in now if name not in known), None)
+    if added is not None:
+        raise RuntimeError(
+            f"parameter {added} was added after planning and would never be trained; hint: call replan() on its map"
+        )
+    for b in blocks:
+        for name in b.names:
+            if now.get(name) is not b.param:
+                raise RuntimeError(
+                    f"parameter {name} was replaced (load_state_dict(assign=True), or an assignment); hint: load_state_dict "
+                    "without assign, or accelerate the model again"
+                )
+        if b.param.data_ptr() != b.weight.data_ptr():
+            raise RuntimeError(
+                f"parameter {b.name} left the map (.to(), .half(), a wrapper such as FSDP, or .data =); expected it at "
+                f"{b.weight.data_ptr():#x}, found {b.param.data_ptr():#x}; hint: choose device and dtype before accelerate"
+            )
+        if b.param.requires_grad != (b.grad is not None):
+            state = "unfrozen" if b.param.requires_grad else "frozen"
+            raise RuntimeError(f"parameter {b.name} was {state} after planning; hint: call replan() on its map")

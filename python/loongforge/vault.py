@@ -180,9 +180,7 @@ class CheckpointVault:
 
     def close(self) -> None:
         """Wait for the writer and give the folder free; an error of a save in flight is raised, never swallowed."""
-        if self._reopen in self.map._replanned:
-            self.map._replanned.remove(self._reopen)
-            self.map._guards.remove(self._refuse_replan)
+        self.map.off_replan(self._reopen, guard=self._refuse_replan)
         try:
             self.wait()
         finally:

@@ -508,7 +508,7 @@ def test_a_gradient_of_none_is_no_gradient(dtype):
     model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)])
     held = ParameterMap(model)
     heard = []
-    held.on_gradient(lambda b: heard.append(b.name))
+    held.passes.on_gradient(lambda b: heard.append(b.name))
     for b in held.blocks:
         b.grad.fill_(7)  # what an earlier step left
     HalfUsed.apply(*model).backward()

@@ -136,7 +136,7 @@ class Run:
             map=self.map,
         )
         nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
-        self.map.on_backward_end(lambda: self.watch.enter("reduction"))  # before NexusSync's own
+        self.map.passes.on_end(lambda: self.watch.enter("reduction"))  # before NexusSync's own
         self.sync = self.watch.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
         if nexus["launch_busy_pct"] > 0:
             if self.monitor.handle is None:

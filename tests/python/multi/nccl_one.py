@@ -128,9 +128,9 @@ def graph():
             sync.world, sync.transport = 2, "nccl"
             sync._reopen()
             sync.broadcast_state()
-            held.on_gradient(sync._ready)
-            held.on_backward_end(sync._finish)
-            held.on_abort(sync._abort)
+            held.passes.on_gradient(sync._ready)
+            held.passes.on_end(sync._finish)
+            held.passes.on_abort(sync._abort)
             sync.agree = lambda good: good
 
         def forward_backward(x, y):
