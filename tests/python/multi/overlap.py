@@ -1,73 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_nexus.py under torchrun with gloo: updates that begin while gradients are on their way are the ordinary ones."""
 
-import os
-import sys
 from contextlib import nullcontext
 
+import ranks
 import torch
-import torch.distributed as dist
-from torch import nn
+from ranks import equal_everywhere, leave, rank, refused, world
 
-from loongforge import _C, AdamW, NexusSync, nexus
+from loongforge import _C, nexus
 from loongforge.graph import StepGraph
-from loongforge.mapping import EXP_AVG, EXP_AVG_SQ, ParameterMap
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.set_num_threads(1)
-OPTIONS = {"chunk_bytes": 4096, "run_bytes": 16384}
 
 
-class Net(nn.Module):
-    """Layers of a size that makes several runs; each rank leaves out one of the experts."""
+class Run(ranks.Run):
+    """Layers of a size that makes several runs."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
-        self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return sum(e(x) for i, e in enumerate(self.experts) if i != rank)
-
-
-class Run:
-    def __init__(self, dtype=None, **options):
-        torch.manual_seed(0)
-        self.model = Net()
-        self.map = ParameterMap(self.model, dtype=dtype)
-        plain = [b.param for b in self.map.blocks if b.param.dim() == 1]
-        matrices = [b.param for b in self.map.blocks if b.param.dim() > 1]
-        self.optimizer = AdamW([{"params": matrices}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, map=self.map)
-        self.sync = NexusSync(self.model, **OPTIONS, **options)
-        self.data = torch.Generator().manual_seed(1 + rank)
-
-    def loss(self):
-        x = torch.randn(6, 40, generator=self.data)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.model.layers[0].weight.dtype == torch.bfloat16):
-            return self.model(x).float().square().mean()
-
-    def planes(self):
-        found = []
-        for b in self.map.blocks:
-            found += [b.weight, b.master, self.map.tensor(b, EXP_AVG), self.map.tensor(b, EXP_AVG_SQ)]
-        return [t.detach().clone() for t in found if t is not None]
-
-    def close(self):
-        self.sync.close()
+    def __init__(self, dtype=None):
+        super().__init__(40, 5, dtype)
 
 
 def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def equal_everywhere(planes):
-    digest = torch.stack([t.double().sum() for t in planes])
-    every = [torch.zeros_like(digest) for _ in range(world)]
-    dist.all_gather(every, digest)
-    return all(torch.equal(d, digest) for d in every)
+def gradients(run):
+    return {b.name: b.grad for b in run.map.blocks}
 
 
 def train(overlapped, dtype, clip, how, steps=5):
@@ -108,7 +64,7 @@ for dtype in (None, torch.bfloat16):
             (a, norms), (b, others) = (train(overlapped, dtype, clip, how) for overlapped in (False, True))
             assert equal(a, b), (dtype, clip, how)
             assert norms == others, (dtype, clip, how, norms, others)
-            assert equal_everywhere(b), (dtype, clip, how)
+            assert equal_everywhere(*b.values()), (dtype, clip, how)
 
 
 def trace(clip):
@@ -163,7 +119,7 @@ for needs in ("grad_norm", "clip", "land", "zero_grad", "stock", "sum"):
     else:
         assert run.sync.sum(torch.ones(1)) == world
     if needs != "zero_grad":
-        assert equal([b.grad for b in run.map.blocks], [b.grad for b in want.map.blocks]), needs
+        assert equal(gradients(run), gradients(want)), needs
         assert all(p.grad is not None for p in run.model.parameters())
         run.optimizer.step()
     run.optimizer.zero_grad()
@@ -176,11 +132,7 @@ want.close()
 run = Run()
 with run.sync.overlap_update():
     run.loss().backward()
-try:
-    run.loss().backward()
-    raise SystemExit("a second pass went through")
-except RuntimeError as error:
-    assert "still on their way" in str(error), error
+refused(lambda: run.loss().backward(), "still on their way")
 run.close()
 
 # An update that raises half-way: the rest is waited for before anything else.
@@ -203,10 +155,7 @@ for n in (3, n_sweeps):  # in the middle, and behind the last wait
     calls.clear()
     _C.loom_adamw = broken
     try:
-        run.optimizer.step()
-        raise SystemExit("the planted error got lost")
-    except RuntimeError as error:
-        assert "planted" in str(error)
+        refused(run.optimizer.step, "planted")
     finally:
         _C.loom_adamw = sweep
     run.optimizer.zero_grad()
@@ -233,7 +182,7 @@ for overlapped in (False, True):
     run.optimizer.step()
     results.append(run.planes())
     run.close()
-assert equal(*results) and equal_everywhere(results[1])
+assert equal(*results) and equal_everywhere(*results[1].values())
 
 # A norm that is not finite: with a limit nothing is written; without one what landed before it is, the same on every rank.
 for clip in (1.0, 0.0):
@@ -249,11 +198,7 @@ for clip in (1.0, 0.0):
     after = run.planes()
     assert not torch.isfinite(run.optimizer.norm)
     assert equal(before, after) if clip else not torch.equal(last, before_last)
-    assert all(torch.isfinite(t).all() for t in after) and equal_everywhere(after)
+    assert all(torch.isfinite(t).all() for t in after.values()) and equal_everywhere(*after.values())
     run.close()
 
-print("all equal", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # see loongforge/train/__main__.py: gloo threads and the shutdown of the interpreter
+leave("all equal")

@@ -7,49 +7,21 @@ argv: a folder for checkpoints.
 import os
 import sys
 
+import ranks
 import torch
-import torch.distributed as dist
-from torch import nn
+from ranks import equal_everywhere, leave, rank, refused, world
 
-from loongforge import AdamW, CheckpointVault, NexusSync
+from loongforge import CheckpointVault, NexusSync
 from loongforge.graph import StepGraph
-from loongforge.mapping import EXP_AVG, EXP_AVG_SQ, ParameterMap
 
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.set_num_threads(1)
 folder = sys.argv[1]
 
 
-class Net(nn.Module):
-    """Sizes that leave a rest, and chunks too small to share; each rank leaves out one of the experts."""
+class Run(ranks.Run):
+    """Sizes that leave a rest, and chunks too small to share."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(50, 50) for _ in range(4))
-        self.experts = nn.ModuleList(nn.Linear(50, 50) for _ in range(world + 1))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return sum(e(x) for i, e in enumerate(self.experts) if i != rank)
-
-
-class Run:
     def __init__(self, shard, dtype=None):
-        torch.manual_seed(0)
-        self.model = Net()
-        self.map = ParameterMap(self.model, dtype=dtype)
-        plain = [b.param for b in self.map.blocks if b.param.dim() == 1]
-        matrices = [b.param for b in self.map.blocks if b.param.dim() > 1]
-        self.optimizer = AdamW([{"params": matrices}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, map=self.map)
-        self.sync = NexusSync(self.model, chunk_bytes=4096, run_bytes=16384, shard_optimizer=shard)
-        self.data = torch.Generator().manual_seed(1 + rank)
-
-    def loss(self):
-        x = torch.randn(6, 50, generator=self.data)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.model.layers[0].weight.dtype == torch.bfloat16):
-            return self.model(x).float().square().mean()
+        super().__init__(50, 4, dtype, shard_optimizer=shard)
 
     def step(self, clip=None, early=True):
         self.loss().backward()
@@ -62,16 +34,11 @@ class Run:
 
     def planes(self):
         self.sync.gather_state()
-        return {
-            (b.name, role): tensor.detach().clone()
-            for b in self.map.blocks
-            for role in ("weight", "master", EXP_AVG, EXP_AVG_SQ)
-            if (tensor := getattr(b, role) if isinstance(role, str) else self.map.tensor(b, role)) is not None
-        }
+        return super().planes()
 
     def close(self):
         self.sync.gather_state()
-        self.sync.close()
+        super().close()
 
 
 def alike(a, b, exact=True):
@@ -83,22 +50,6 @@ def alike(a, b, exact=True):
             torch.testing.assert_close(
                 a[key].float(), b[key].float(), rtol=2e-2 if a[key].dtype == torch.bfloat16 else 1e-4, atol=1e-5
             )
-
-
-def equal_everywhere(planes):
-    digest = torch.stack([t.double().sum() for t in planes.values()])
-    every = [torch.zeros_like(digest) for _ in range(world)]
-    dist.all_gather(every, digest)
-    return all(torch.equal(d, digest) for d in every)
-
-
-def refused(fn, words):
-    try:
-        fn()
-    except RuntimeError as error:
-        assert words in str(error), error
-        return
-    raise SystemExit(f"nothing said {words}")
 
 
 # Training in shares is training: bits where the order of sums is the same (no limit to the norm), else to rounding.
@@ -114,7 +65,7 @@ for dtype in (None, torch.bfloat16):
                     torch.testing.assert_close(whole.optimizer.norm, shares.optimizer.norm, rtol=1e-5, atol=0)
             planes = shares.planes()
             alike(whole.planes(), planes, exact=not clip)
-            assert equal_everywhere(planes)
+            assert equal_everywhere(*planes.values())
             whole.close()
             shares.close()
 
@@ -160,7 +111,7 @@ alike(*results)
 run = Run(True, torch.bfloat16)
 before = {b.name: b.master.clone() for b in run.map.blocks if b.master is not None}
 run.step()
-assert equal_everywhere({b.name: b.weight for b in run.map.blocks})
+assert equal_everywhere(*(b.weight for b in run.map.blocks))
 changed = sum((b.master != before[b.name]).sum().item() for b in run.map.blocks if b.master is not None)
 total = sum(m.numel() for m in before.values())
 assert 0.8 * total / world < changed < 0.5 * total / world + 0.5 * total, (changed, total)
@@ -170,7 +121,7 @@ assert all(p.grad is None for p in run.model.parameters())
 for needs in (run.model.state_dict, run.optimizer.state_dict, run.map.release):
     refused(needs, "gather_state")
 run.sync.gather_state()
-assert equal_everywhere({key: v.float() for key, v in run.model.state_dict().items()})
+assert equal_everywhere(*run.model.state_dict().values())
 run.step()
 run.sync.close()  # without gather_state
 refused(lambda: NexusSync(run.model), "a new NexusSync needs masters")
@@ -221,8 +172,4 @@ for first, second in ((False, False), (True, False), (False, True), (True, True)
 for way in ways:
     alike(ways[False, False], ways[way])
 
-print("all alike", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # see loongforge/train/__main__.py: gloo threads and the shutdown of the interpreter
+leave("all alike")
