@@ -267,22 +267,44 @@ static void bench_loss(const Bench &b)
 
 /* ---- optimizer ---- */
 
-static void bench_sweep(const Bench &b, int32_t grad_f32)
+static lf_map *open_map(const Bench &b, int32_t grad_f32, int32_t moments_bf16)
 {
     lf_map *map;
     lf_map_options options;
     OK(lf_options_init("map", &options, sizeof options));
     options.grad_f32 = grad_f32;
+    options.moments_bf16 = moments_bf16;
     OK(lf_map_open(&map, &options));
     lf_param p = {};
     p.size = sizeof p, p.name = "p", p.shape = &kParams, p.ndim = 1, p.dtype = kBf16, p.expert = -1, p.tied_to = -1;
     OK(lf_map_add(map, &p, nullptr));
     OK(lf_map_plan(map));
     OK(lf_map_allocate(map, b.device));
-    const lf_range all = {0, 0, 0, kParams};
+    return map;
+}
+
+static lf_adamw *adamw_numbers(const Bench &b)
+{
     lf_adamw host, *hyper = alloc<lf_adamw>(b, 1);
     OK(lf_adamw_init(&host, 1e-4, 0.9, 0.95, 1e-8, 0.1, 100, 1));
     OK(lf_copy(b.device, hyper, &host, sizeof host, nullptr));
+    return hyper;
+}
+
+static void bench_bf16_moments(const Bench &b)
+{
+    lf_map *map = open_map(b, 0, 1);
+    const lf_range all = {0, 0, 0, kParams};
+    lf_adamw *hyper = adamw_numbers(b);
+    measure(b, "adamw_moments_bf16", double(kParams) * 20, [&] { OK(lf_loom_adamw(map, b.stream, &all, 1, hyper)); });
+    lf_map_unref(map);
+}
+
+static void bench_sweep(const Bench &b, int32_t grad_f32)
+{
+    lf_map *map = open_map(b, grad_f32, 0);
+    const lf_range all = {0, 0, 0, kParams};
+    lf_adamw *hyper = adamw_numbers(b);
     double *sum = alloc<double>(b, 1), n = double(kParams);
     measure(b, grad_f32 ? "adamw_grad_f32" : "adamw", n * (grad_f32 ? 30 : 28),
             [&] { OK(lf_loom_adamw(map, b.stream, &all, 1, hyper)); });
@@ -320,6 +342,7 @@ int main(int argc, char **argv)
     bench_loss(b);
     bench_sweep(b, 0);
     bench_sweep(b, 1);
+    bench_bf16_moments(b);
     bench_route(b, routing);
     return 0;
 }

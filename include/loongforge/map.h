@@ -43,6 +43,7 @@ typedef struct lf_map_options {
     int32_t plane_align_bytes; /* of a role's plane inside the slab; a power of two */
     int32_t grad_f32;          /* 1: gradients accumulate in f32 whatever the weight's dtype; 0: in the weight's dtype */
     int32_t optimizer_state;   /* 1: planes for master copies and moments; 0: weights and gradients only */
+    int32_t moments_bf16;      /* 1: moments in bf16, rounded stochastically (lf_loom_adamw); 0: in f32 */
 } lf_map_options;
 
 enum { LF_PARAM_FROZEN = 1u, LF_PARAM_NO_DECAY = 2u };

@@ -309,6 +309,7 @@ lf_status lf_adamw_init(lf_adamw *hyper, double lr, double beta1, double beta2, 
                         .eps = (float)eps,
                         .step_size = (float)(lr / (1 - pow(beta1, (double)step))),
                         .bias2_sqrt = (float)sqrt(1 - pow(beta2, (double)step)),
+                        .step = (uint32_t)step,
                         .grad_scale = (float)grad_scale};
     return LF_OK;
 }
@@ -336,9 +337,11 @@ static lf_status adamw_piece(const lf_map *map, const lf_range *r, lf__loom_piec
         return LF_FAIL(LF_ERR_STATE, "the map holds no moments; hint: [map] optimizer_state = true");
     p->weight_dtype = info.dtype;
     p->grad_dtype = info.role_dtype[LF_ROLE_GRAD];
+    p->moments_dtype = info.role_dtype[LF_ROLE_EXP_AVG];
+    p->klass = r->klass;
+    p->first = r->offset;
     bool known = (info.dtype == LF_DTYPE_F32 || info.role_dtype[LF_ROLE_MASTER] == LF_DTYPE_F32) && info.dtype != LF_DTYPE_F16 &&
-                 (p->grad_dtype == LF_DTYPE_F32 || p->grad_dtype == LF_DTYPE_BF16) &&
-                 info.role_dtype[LF_ROLE_EXP_AVG] == LF_DTYPE_F32 && info.role_dtype[LF_ROLE_EXP_AVG_SQ] == LF_DTYPE_F32;
+                 (p->grad_dtype == LF_DTYPE_F32 || p->grad_dtype == LF_DTYPE_BF16);
     if (!known)
         return LF_FAIL(LF_ERR_UNSUPPORTED, "adamw on %s weights with %s gradients, expected f32, or bf16 with an f32 master",
                        lf_dtype_name(info.dtype), lf_dtype_name(p->grad_dtype));

@@ -7,6 +7,7 @@
 #endif
 
 #include "loom_cpu.h"
+#include "loom_math.h"
 
 /* The piece that a block belongs to: the last one that starts at or before it and is not empty. */
 static const lf__loom_piece *piece_of(const lf__loom_sweep_args *a, int64_t block)
@@ -49,6 +50,22 @@ static void adamw_tile(float *restrict p, float *restrict m, float *restrict v, 
     }
 }
 
+/* Moments of elements [at, at + n) in bf16: as f32, updated, and back, with the weights on the way. */
+static void adamw_bf16_tile(const lf__loom_piece *piece, int64_t at, float *p, const float *g, int64_t n, lf_adamw h)
+{
+    float m[LF_LOOM_TILE], v[LF_LOOM_TILE];
+    uint16_t *to_m = (uint16_t *)piece->exp_avg + at, *to_v = (uint16_t *)piece->exp_avg_sq + at;
+    const uint32_t key = lf__loom_round_key(h.step, piece->klass);
+    lf__loom_load(LF_DTYPE_BF16, to_m, 0, n, m);
+    lf__loom_load(LF_DTYPE_BF16, to_v, 0, n, v);
+    adamw_tile(p, m, v, g, n, h);
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t word = lf__loom_round_word(key, piece->first + at + i);
+        to_m[i] = lf__loom_round_randomly(m[i], word);
+        to_v[i] = lf__loom_round_randomly(v[i], word >> 16);
+    }
+}
+
 static void adamw_block(void *user, int64_t block)
 {
     const lf__loom_sweep_args *a = user;
@@ -56,13 +73,14 @@ static void adamw_block(void *user, int64_t block)
     const lf_adamw hyper = *a->hyper;
     if (isnan(hyper.grad_scale)) return; /* skip the step */
     float grad_tile[LF_LOOM_TILE];
-    float *master = piece->master, *m = piece->exp_avg, *v = piece->exp_avg_sq;
+    float *master = piece->master;
     int64_t at = (block - piece->first_block) * LF_LOOM_BLOCK, end = at + LF_LOOM_BLOCK;
     if (end > piece->count) end = piece->count;
     for (int64_t n; at < end; at += n) {
         n = end - at < LF_LOOM_TILE ? end - at : LF_LOOM_TILE;
         const float *g = lf__loom_load(piece->grad_dtype, piece->grad, at, n, grad_tile);
-        adamw_tile(master + at, m + at, v + at, g, n, hyper);
+        if (piece->moments_dtype == LF_DTYPE_BF16) adamw_bf16_tile(piece, at, master + at, g, n, hyper);
+        else adamw_tile(master + at, (float *)piece->exp_avg + at, (float *)piece->exp_avg_sq + at, g, n, hyper);
         if (piece->weight_dtype != LF_DTYPE_F32) lf__loom_store(piece->weight_dtype, piece->weight, at, n, master + at);
     }
 }

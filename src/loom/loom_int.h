@@ -57,8 +57,10 @@ typedef struct lf__loom_rows_args {
 typedef struct lf__loom_piece {
     void *weight, *grad, *master, *exp_avg, *exp_avg_sq;
     int64_t count;
-    int64_t first_block; /* blocks in the pieces before it */
-    int32_t weight_dtype, grad_dtype;
+    int64_t first_block;                             /* blocks in the pieces before it */
+    int32_t weight_dtype, grad_dtype, moments_dtype; /* the last is the same for all pieces of a call */
+    int32_t klass;
+    int64_t first; /* element of the class that the piece begins with */
 } lf__loom_piece;
 
 /* sumsq reads `grad` of each piece, whatever role it is. */

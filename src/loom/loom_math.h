@@ -3,7 +3,8 @@
  *
  *  Libraries and devices differ in the last bit of exp and log, and a bit is enough to break a tie of two experts the other
  *  way. Here everything is made of additions, products and quotients that IEEE 754 rounds to one result. The CPU's sources are
- *  built without contraction; on CUDA each operation is named. The polynomials are minimax ones, found by Remez exchange. */
+ *  built without contraction; on CUDA each operation is named. The polynomials are minimax ones, found by Remez exchange.
+ *  And stochastic rounding, by words that are the same on every device too. */
 #ifndef LF_LOOM_MATH_H
 #define LF_LOOM_MATH_H
 
@@ -89,6 +90,36 @@ LF_LOOM_FN float lf__loom_gumbel(uint32_t word)
 {
     const double u = LF_ADD64(LF_MUL64((double)(word >> 8), 0x1p-24), 0x1p-25);
     return LF_ROUND_TO_F32(-lf__loom_log(-lf__loom_log(u)));
+}
+
+/** A bijection of 32-bit words in which every bit of x reaches every bit: "lowbias32", found by C. Wellons's search (2018). */
+LF_LOOM_FN uint32_t lf__loom_mix(uint32_t x)
+{
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+/** What the elements of a class draw by in a step. */
+LF_LOOM_FN uint32_t lf__loom_round_key(uint32_t step, int32_t klass)
+{
+    return lf__loom_mix(lf__loom_mix(step) + 0x9e3779b9u * (uint32_t)(klass + 1));
+}
+
+/** An element's word: the low half is for exp_avg, the high half for exp_avg_sq. */
+LF_LOOM_FN uint32_t lf__loom_round_word(uint32_t key, int64_t element)
+{
+    return lf__loom_mix((uint32_t)element ^ key ^ (uint32_t)((uint64_t)element >> 32) * 0x9e3779b9u);
+}
+
+/** x as bf16: the neighbour towards 0, or with a probability of the 16 bits cut off the one away from it. Of the word the low 16
+ *  bits count. Infinities stay, a NaN stays one. */
+LF_LOOM_FN uint16_t lf__loom_round_randomly(float x, uint32_t word)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return (uint16_t)(bits >> 16 | ((bits & 0x7fffffu) != 0 ? 0x40u : 0u));
+    return (uint16_t)((bits + (word & 0xffffu)) >> 16);
 }
 
 /** A probability in units of 2^-32: integers add to the same sum in any order. */

@@ -36,7 +36,7 @@ static lf_status find_class(lf_map *map, map_param *p)
     c->role_dtype[LF_ROLE_GRAD] = map->opts.grad_f32 ? LF_DTYPE_F32 : p->dtype;
     if (!map->opts.optimizer_state) return LF_OK;
     c->role_dtype[LF_ROLE_MASTER] = p->dtype == LF_DTYPE_F32 ? 0 : LF_DTYPE_F32;
-    c->role_dtype[LF_ROLE_EXP_AVG] = c->role_dtype[LF_ROLE_EXP_AVG_SQ] = LF_DTYPE_F32;
+    c->role_dtype[LF_ROLE_EXP_AVG] = c->role_dtype[LF_ROLE_EXP_AVG_SQ] = map->opts.moments_bf16 ? LF_DTYPE_BF16 : LF_DTYPE_F32;
     return LF_OK;
 }
 

@@ -19,12 +19,13 @@ static const struct spec {
              {77, LF_DTYPE_F32, LF_PARAM_FROZEN},
              {8192, LF_DTYPE_BF16, 0}};
 
-static lf_map *make_map(lf_device *on, int32_t grad_f32)
+static lf_map *make_map(lf_device *on, int32_t grad_f32, int32_t moments_bf16)
 {
     lf_map *map = NULL;
     lf_map_options opts;
     CHECK_OK(lf_options_init("map", &opts, sizeof opts));
     opts.grad_f32 = grad_f32;
+    opts.moments_bf16 = moments_bf16;
     CHECK_OK(lf_map_open(&map, &opts));
     for (int32_t i = 0; i < (int32_t)LF_COUNT(specs); i++) {
         char name[16];
@@ -70,14 +71,16 @@ static void fill_map(const lf_map *map)
 }
 
 /* Two maps with the same values. */
-static void make_maps(lf_map **on_cpu, lf_map **on_gpu, int32_t grad_f32)
+static void make_maps_with(lf_map **on_cpu, lf_map **on_gpu, int32_t grad_f32, int32_t moments_bf16)
 {
-    *on_cpu = make_map(cpu, grad_f32);
-    *on_gpu = make_map(gpu, grad_f32);
+    *on_cpu = make_map(cpu, grad_f32, moments_bf16);
+    *on_gpu = make_map(gpu, grad_f32, moments_bf16);
     CHECK_EQ(lf_map_bytes(*on_cpu), lf_map_bytes(*on_gpu));
     fill_map(*on_cpu);
     CHECK_OK(lf_copy(gpu, slab_of(*on_gpu), slab_of(*on_cpu), (size_t)lf_map_bytes(*on_cpu), NULL));
 }
+
+static void make_maps(lf_map **on_cpu, lf_map **on_gpu, int32_t grad_f32) { make_maps_with(on_cpu, on_gpu, grad_f32, 0); }
 
 /* The classes with gradients cut into pieces of up to `most` elements, empty ones among them; 0: whole. */
 static int32_t cut_ranges(const lf_map *map, int32_t most, lf_range *ranges, int32_t room)
@@ -103,10 +106,10 @@ TEST(cuda_adamw_matches_cpu)
 {
     set_up();
     static lf_range ranges[4096];
-    for (int32_t i = 0; i < 2 * (int32_t)LF_COUNT(cuts); i++) {
+    for (int32_t i = 0; i < 4 * (int32_t)LF_COUNT(cuts); i++) {
         lf_map *want, *map;
-        make_maps(&want, &map, i % 2);
-        const int32_t n = cut_ranges(map, cuts[i / 2], ranges, LF_COUNT(ranges));
+        make_maps_with(&want, &map, i % 2, i / 2 % 2);
+        const int32_t n = cut_ranges(map, cuts[i / 4], ranges, LF_COUNT(ranges));
         lf_adamw *hyper = device(sizeof *hyper, 0);
         for (int32_t step = 1; step <= 3; step++) {
             lf_adamw h;
@@ -157,14 +160,19 @@ static const lf__loom_kernels *kernels(void)
 }
 
 /* Planes that no map would lay out: each begins on another element, so that no access of 16 bytes fits. */
-TEST(cuda_sweeps_take_any_alignment)
+static void sweeps_take_any_alignment(int32_t moments)
 {
-    set_up();
     enum { N = 40000, PLANES = 5 };
-    lf__loom_piece here = {.count = N - 3, .weight_dtype = LF_DTYPE_BF16, .grad_dtype = LF_DTYPE_BF16}, there = here;
+    lf__loom_piece here = {.count = N - 3,
+                           .weight_dtype = LF_DTYPE_BF16,
+                           .grad_dtype = LF_DTYPE_BF16,
+                           .moments_dtype = moments,
+                           .klass = 1,
+                           .first = 0x1fffff000},
+                   there = here;
     char *base[PLANES], *copy[PLANES];
     for (int32_t i = 0; i < PLANES; i++) {
-        const int32_t dtype = i < 2 ? LF_DTYPE_BF16 : LF_DTYPE_F32;
+        const int32_t dtype = i < 2 ? LF_DTYPE_BF16 : i == 2 ? LF_DTYPE_F32 : moments;
         base[i] = host(N * width(dtype));
         for (int64_t j = 0; j < N; j++) put(base[i], j, dtype, uniform(i == 4 ? 0 : -1, 1));
         copy[i] = up(base[i], N * width(dtype));
@@ -182,7 +190,8 @@ TEST(cuda_sweeps_take_any_alignment)
                   args = {.sweep = {&there, 1, 3, up(&h, sizeof h), partial, NULL}};
     CHECK_OK(lf__loom_cpu_adamw(&call, &want));
     CHECK_OK(kernels()->adamw(&call, &args));
-    for (int32_t i = 0; i < PLANES; i++) check_bytes("a plane", copy[i], base[i], N * (i < 2 ? 2u : 4u));
+    for (int32_t i = 0; i < PLANES; i++)
+        check_bytes("a plane", copy[i], base[i], N * (i < 2 ? 2u : i == 2 ? 4u : (unsigned)width(moments)));
     for (int32_t shift = 0; shift < 4; shift++) {
         double sum, *out = device(sizeof *out, 0xff);
         here.grad_dtype = there.grad_dtype = LF_DTYPE_F32;
@@ -198,6 +207,12 @@ TEST(cuda_sweeps_take_any_alignment)
         else CHECK(isnan(sum) ? isnan(got) : got == sum);
     }
     release();
+}
+TEST(cuda_sweeps_take_any_alignment)
+{
+    set_up();
+    sweeps_take_any_alignment(LF_DTYPE_F32);
+    sweeps_take_any_alignment(LF_DTYPE_BF16);
 }
 
 /* ---- clipping -------------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* CUDA: AdamW, sums of squares, clipping, adding gradients. The pieces of a sweep travel in the kernel's parameters, so a launch needs no
  * copy and a captured graph keeps them. */
+#include "loom/loom_math.h"
 #include "loom_cuda_vec.cuh"
 
 enum {
@@ -9,8 +10,8 @@ enum {
     SUMSQ_TILE = 16384, /* elements that a block adds before it looks for its next piece */
     ADD_TILE = 8192,
     SUMSQ_BLOCKS = 528, /* at most: four on each of 132 units. Fixed, so that the order of sums is the same on all devices */
-    SHORT_TABLE = 64,   /* pieces of one launch: in 4 KiB of parameters, */
-    LONG_TABLE = 512,   /* and in 32 KiB */
+    SHORT_TABLE = 56,   /* pieces of one launch: in 4 KiB of parameters, */
+    LONG_TABLE = 454,   /* and in 32 KiB */
     UNALIGNED = 8,
 };
 static_assert(SUMSQ_BLOCKS * sizeof(double) <= LF_LOOM_CUDA_SCRATCH, "partial sums fit the scratch");
@@ -18,8 +19,10 @@ static_assert(SUMSQ_BLOCKS * sizeof(double) <= LF_LOOM_CUDA_SCRATCH, "partial su
 /* Elements [head, head + 8 whole8) lie on 16 bytes in every plane; head is UNALIGNED where no such place exists. */
 struct piece {
     void *weight, *grad;
-    float *master, *exp_avg, *exp_avg_sq;
-    int64_t count;
+    float *master;
+    void *exp_avg, *exp_avg_sq;
+    int64_t count, first; /* first: element of the class */
+    int32_t klass;
     int32_t first_tile; /* tiles in the pieces before it */
     int8_t weight_bf16, grad_bf16, head, reserved;
 
@@ -93,11 +96,48 @@ __device__ __forceinline__ void adamw_element(float &p, float &m, float &v, floa
     p = minus(times(p, h.decay), move);
 }
 
-template <typename G> __device__ __forceinline__ void adamw_tile(const piece &p, int64_t tile, const lf_adamw *hyper)
+/* Moments back to where they came from; those in bf16 by the words of elements [element, …). */
+__device__ __forceinline__ void store_moments(float *to_m, float *to_v, const float (&m)[8], const float (&v)[8], uint32_t,
+                                              int64_t)
+{
+    store8(to_m, m);
+    store8(to_v, v);
+}
+
+__device__ __forceinline__ void store_moments(bf16 *to_m, bf16 *to_v, const float (&m)[8], const float (&v)[8], uint32_t key,
+                                              int64_t element)
+{
+    uint32_t a[4], b[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint32_t low = lf__loom_round_word(key, element + 2 * j), high = lf__loom_round_word(key, element + 2 * j + 1);
+        a[j] = lf__loom_round_randomly(m[2 * j], low) | (uint32_t)lf__loom_round_randomly(m[2 * j + 1], high) << 16;
+        b[j] = lf__loom_round_randomly(v[2 * j], low >> 16) | (uint32_t)lf__loom_round_randomly(v[2 * j + 1], high >> 16) << 16;
+    }
+    store16(to_m, make_uint4(a[0], a[1], a[2], a[3]));
+    store16(to_v, make_uint4(b[0], b[1], b[2], b[3]));
+}
+
+__device__ __forceinline__ void store_moment(float &to_m, float &to_v, float m, float v, uint32_t, int64_t)
+{
+    to_m = m, to_v = v;
+}
+__device__ __forceinline__ void store_moment(bf16 &to_m, bf16 &to_v, float m, float v, uint32_t key, int64_t element)
+{
+    const uint32_t word = lf__loom_round_word(key, element);
+    to_m.bits = lf__loom_round_randomly(m, word);
+    to_v.bits = lf__loom_round_randomly(v, word >> 16);
+}
+
+/* G: gradients, M: moments. */
+template <typename G, typename M> __device__ __forceinline__ void adamw_tile(const piece &p, int64_t tile, const lf_adamw *hyper)
 {
     const lf_adamw h = *hyper;
     if (isnan(h.grad_scale)) return; /* skip the step */
-    float *const master = p.master, *const exp_avg = p.exp_avg, *const exp_avg_sq = p.exp_avg_sq;
+    float *const master = p.master;
+    M *const exp_avg = (M *)p.exp_avg, *const exp_avg_sq = (M *)p.exp_avg_sq;
+    const int64_t first = p.first;
+    const uint32_t key = sizeof(M) == 2 ? lf__loom_round_key(h.step, p.klass) : 0;
     const G *const grad = (const G *)p.grad;
     bf16 *const weight = p.weight_bf16 ? (bf16 *)p.weight : nullptr;
     const auto eight = [&](int64_t i) {
@@ -108,24 +148,25 @@ template <typename G> __device__ __forceinline__ void adamw_tile(const piece &p,
         load8(master + i, w);
 #pragma unroll
         for (int j = 0; j < 8; j++) adamw_element(w[j], m[j], v[j], g[j], h);
-        store8(exp_avg + i, m);
-        store8(exp_avg_sq + i, v);
+        store_moments(exp_avg + i, exp_avg_sq + i, m, v, key, first + i);
         store8(master + i, w);
         if (weight) store8(weight + i, w);
     };
     const auto one = [&](int64_t i) {
-        adamw_element(master[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), h);
+        float m = widen(exp_avg[i]), v = widen(exp_avg_sq[i]);
+        adamw_element(master[i], m, v, widen(grad[i]), h);
+        store_moment(exp_avg[i], exp_avg_sq[i], m, v, key, first + i);
         if (weight) narrow(master[i], weight[i]);
     };
     walk<ADAMW_TILE>(p.count, p.head, p.whole8(), tile, eight, one);
 }
 
-template <int ROOM> __global__ void __launch_bounds__(THREADS) loom_adamw(const __grid_constant__ table<ROOM> t)
+template <int ROOM, typename M> __global__ void __launch_bounds__(THREADS) loom_adamw(const __grid_constant__ table<ROOM> t)
 {
     const int32_t tile = t.pieces[0].first_tile + (int32_t)blockIdx.x;
     const piece &p = piece_of(t, tile);
-    if (p.grad_bf16) adamw_tile<bf16>(p, tile - p.first_tile, t.hyper);
-    else adamw_tile<float>(p, tile - p.first_tile, t.hyper);
+    if (p.grad_bf16) adamw_tile<bf16, M>(p, tile - p.first_tile, t.hyper);
+    else adamw_tile<float, M>(p, tile - p.first_tile, t.hyper);
 }
 
 /* ---- sum of squares -------------------------------------------------------------------------------------------------- */
@@ -200,12 +241,13 @@ __global__ void __launch_bounds__(THREADS) loom_sumsq_finish(const double *parti
 /* ---- launching sweeps ------------------------------------------------------------------------------------------------ */
 
 /* The first element that lies on 16 bytes in all planes, UNALIGNED where there is none. */
-static int8_t head_of(const piece &p, bool all_planes)
+static int8_t head_of(const piece &p, bool all_planes, uint32_t moment_bytes)
 {
     for (int8_t head = 0; head < 8; head++) {
         uintptr_t low = (uintptr_t)p.grad + (uintptr_t)head * (p.grad_bf16 ? 2 : 4);
         if (all_planes) {
-            low |= ((uintptr_t)p.master + 4u * head) | ((uintptr_t)p.exp_avg + 4u * head) | ((uintptr_t)p.exp_avg_sq + 4u * head);
+            low |= (uintptr_t)p.master + 4u * head;
+            low |= ((uintptr_t)p.exp_avg + moment_bytes * head) | ((uintptr_t)p.exp_avg_sq + moment_bytes * head);
             if (p.weight_bf16) low |= (uintptr_t)p.weight + 2u * head;
         }
         if ((low & 15) == 0) return head;
@@ -218,15 +260,17 @@ static piece piece_from(const lf__loom_piece &from, int32_t first_tile, bool all
     piece p = {from.weight,
                from.grad,
                (float *)from.master,
-               (float *)from.exp_avg,
-               (float *)from.exp_avg_sq,
+               from.exp_avg,
+               from.exp_avg_sq,
                from.count,
+               from.first,
+               from.klass,
                first_tile,
                (int8_t)(from.weight_dtype == LF_DTYPE_BF16),
                (int8_t)(from.grad_dtype == LF_DTYPE_BF16),
                0,
                0};
-    p.head = head_of(p, all_planes);
+    p.head = head_of(p, all_planes, from.moments_dtype == LF_DTYPE_BF16 ? 2 : 4);
     return p;
 }
 
@@ -242,7 +286,7 @@ template <int ROOM> static int32_t fill(table<ROOM> *t, const lf__loom_sweep_arg
     return i;
 }
 
-template <int ROOM> static lf_status launch_adamw(cudaStream_t stream, const lf__loom_sweep_args *a)
+template <int ROOM, typename M> static lf_status launch_adamw(cudaStream_t stream, const lf__loom_sweep_args *a)
 {
     table<ROOM> t;
     t.hyper = a->hyper;
@@ -251,7 +295,7 @@ template <int ROOM> static lf_status launch_adamw(cudaStream_t stream, const lf_
     for (int32_t i = 0; i < a->n_pieces;) {
         i = fill(&t, a, i, ADAMW_TILE);
         if (t.n == 0) break;
-        loom_adamw<ROOM><<<(unsigned)(t.n_tiles - t.pieces[0].first_tile), THREADS, 0, stream>>>(t);
+        loom_adamw<ROOM, M><<<(unsigned)(t.n_tiles - t.pieces[0].first_tile), THREADS, 0, stream>>>(t);
         lf_status rc = lf__cuda_launched("loom_adamw", stream, 0);
         if (rc < 0) return rc;
     }
@@ -263,7 +307,10 @@ lf_status lf__loom_cuda_adamw(const lf__loom_call *call, const lf__loom_args *ar
     const lf__loom_sweep_args *a = &args->sweep;
     const cudaStream_t stream = (cudaStream_t)call->stream;
     const int before = lf__loom_cuda_enter(call);
-    lf_status rc = a->n_pieces <= SHORT_TABLE ? launch_adamw<SHORT_TABLE>(stream, a) : launch_adamw<LONG_TABLE>(stream, a);
+    const bool few = a->n_pieces <= SHORT_TABLE, narrow = a->n_pieces > 0 && a->pieces[0].moments_dtype == LF_DTYPE_BF16;
+    lf_status rc;
+    if (narrow) rc = few ? launch_adamw<SHORT_TABLE, bf16>(stream, a) : launch_adamw<LONG_TABLE, bf16>(stream, a);
+    else rc = few ? launch_adamw<SHORT_TABLE, float>(stream, a) : launch_adamw<LONG_TABLE, float>(stream, a);
     return lf__loom_cuda_leave(call, before, rc, "loom_adamw");
 }
 
