@@ -123,6 +123,7 @@ typedef struct lf_nexus_options {
     double topk_mb_s;   /* hybrid: 10^6 bytes of gradients a second through top-k; 0: measured with the link, else 500 */
     int32_t chunk_tune; /* chunk_bytes is the first size, lf_nexus_tune_end finds the quickest */
     int64_t chunk_least, chunk_most; /* sizes that it tries */
+    int32_t every_micro_step; /* a step is one micro-step, and gradients hold what earlier ones left: mean, dense, whole chunks */
 } lf_nexus_options;
 
 /** One row of the schedule. */

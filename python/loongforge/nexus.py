@@ -54,7 +54,8 @@ class NexusSync:
     comm_strategy: hybrid, dense or sparse; other options of section [nexus] by name (`loongforge config nexus`). sparse: experts
     with little load (an ordinary model: everything) send `k_ratio` of their entries and keep the rest for later steps; what is
     kept is part of the training's state (`save_residual`).
-    When `loss.backward()` returns, gradients are reduced. `with sync.no_sync():` around all micro steps but the last.
+    When `loss.backward()` returns, gradients are reduced. `with sync.no_sync():` around all micro steps but the last; or with
+    every_micro_step=True none, and each backward reduces, as DDP's do: `micro_step_bytes` move each time, eagerly.
     Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.
     transport: "nccl" sums by NCCL on a communicator of its own, "torch" through the process group; default: nccl where every rank
     has a GPU of its own, else torch, and `note` says why. The group only helps ranks meet then, so gloo will do.
@@ -145,6 +146,8 @@ class NexusSync:
         options = _C.options_check("nexus", self.options)
         self.sharded = self.world > 1 and bool(options["shard_optimizer"])
         self.skips = self.world > 1 and bool(options["skip_empty"])
+        self.every_micro_step = self.world > 1 and bool(options["every_micro_step"])
+        self.micro_step_bytes = sum(c["sent_bytes"] for c in chunks)  # that this rank puts into sums in each backward pass
         self._told = weakref.WeakSet()
         first = self.world == 1 or peers.of(self.group).rank == 0
         self.run_chunks: list = []
@@ -186,7 +189,7 @@ class NexusSync:
         )
 
     def _ready(self, block) -> None:
-        if self._is_reduced(block):
+        if not self.every_micro_step and self._is_reduced(block):
             raise RuntimeError(
                 f"the gradient of {block.name} was reduced already in this step and would be reduced twice; hint: {_ONE_PASS}"
             )
@@ -235,13 +238,13 @@ class NexusSync:
         for b in self.map.blocks:  # gradients of earlier micro steps only: final, but not announced in this pass
             if b.index in self._marked or not self.map.holds_gradient(b):
                 continue
-            if self._is_reduced(b):
+            if not self.every_micro_step and self._is_reduced(b):
                 raise RuntimeError(
                     f"this backward pass ended with {b.name} reduced in an earlier one of the same step; hint: {_ONE_PASS}"
                 )
             _C.nexus_mark(self.handle, b.index, stream_of(self.map.torch_device))
         self._marked.clear()
-        leave = self._overlap or self.sharded
+        leave = (self._overlap and not self.every_micro_step) or self.sharded
         if leave:
             _C.nexus_flush(self.handle, stream_of(self.map.torch_device))
         else:
@@ -447,6 +450,8 @@ class NexusSync:
             return "sparse reductions cannot be captured: whose turn it is to select differs from step to step"
         if self.skips:
             return "skip_empty cannot be captured: which chunks move differs from step to step"
+        if self.every_micro_step:
+            return "every_micro_step cannot be captured: a captured step has one reduction"
         if self.world > 1 and self.transport != "nccl":
             return "reductions over ranks can be captured by NexusSync's nccl transport only"
         return None

@@ -74,6 +74,23 @@ static void free_nexus(lf_nexus *nexus)
     lf__free(nexus);
 }
 
+/* Options that do not go together. */
+static lf_status check_options(const lf_nexus_options *o)
+{
+    LF_CHECK_ARG(o->chunk_least <= o->chunk_most, "chunk_least is %lld, expected at most chunk_most, %lld",
+                 (long long)o->chunk_least, (long long)o->chunk_most);
+    if (!o->every_micro_step) return LF_OK;
+    LF_CHECK_ARG(strcmp(o->reduce, "mean") == 0,
+                 "every_micro_step is true and reduce is %s, expected mean: a sum would count earlier micro-steps once a rank",
+                 o->reduce);
+    LF_CHECK_ARG(strcmp(o->comm_strategy, "sparse") != 0 && !o->shard_optimizer && !o->skip_empty,
+                 "every_micro_step is true, expected no %s beside it: gradients of earlier micro-steps would be lost",
+                 o->shard_optimizer ? "shard_optimizer"
+                 : o->skip_empty    ? "skip_empty"
+                                    : "comm_strategy sparse");
+    return LF_OK;
+}
+
 lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transport, const lf_nexus_options *opts)
 {
     LF_CHECK_ARG(out && map, "out or map is NULL");
@@ -83,9 +100,7 @@ lf_status lf_nexus_open(lf_nexus **out, lf_map *map, const lf_transport *transpo
     if (!nexus) return LF_FAIL(LF_ERR_NOMEM, "nexus");
     nexus->map = lf_map_ref(map);
     LF_TRY(lf__options_take("nexus", &nexus->opts, sizeof nexus->opts, opts));
-    if (nexus->opts.chunk_least > nexus->opts.chunk_most)
-        LF_THROW(LF_ERR_INVALID, "chunk_least is %lld, expected at most chunk_most, %lld", (long long)nexus->opts.chunk_least,
-                 (long long)nexus->opts.chunk_most);
+    LF_TRY(check_options(&nexus->opts));
     if (lf_map_n_groups(map) == 0) LF_THROW(LF_ERR_STATE, "the map is not planned; hint: lf_map_plan before lf_nexus_open");
     LF_TRY(lf__nexus_schedule(&nexus->plan, map, nexus->opts.chunk_bytes, nexus->opts.run_bytes));
     if (!transport) LF_TRY(lf__nexus_choose_forms(nexus));

@@ -68,6 +68,7 @@ static lf_status find_link(lf_nexus *nexus, nexus_link *link, const char **sourc
 static const char *why_never_sparse(const lf_nexus *nexus)
 {
     if (nexus->opts.shard_optimizer) return "shard_optimizer sums densely";
+    if (nexus->opts.every_micro_step) return "every_micro_step sums densely";
     return nexus->kernels && !nexus->kernels->topk ? "the device has no kernels for top-k" : NULL;
 }
 

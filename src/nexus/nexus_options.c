@@ -60,6 +60,10 @@ static const lf_option rows[] = {
         S, shard_optimizer, "false",
         "Each rank updates a share of every chunk and gives the weights to the others: less work in a step. Over NCCL it moves no "
         "more bytes, fewer where gradients are wider than weights; over gloo and MPI more."),
+    LF_ROW_BOOL(
+        S, every_micro_step, "false",
+        "Reduce gradients in every micro-step, not in the last alone: as many times the bytes. Wants reduce mean, which keeps what earlier "
+        "micro-steps left as it is; dense; not with shard_optimizer or skip_empty."),
 };
 #undef S
 

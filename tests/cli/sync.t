@@ -33,6 +33,14 @@ loongforge: bad.json: entry 0 (a): dtype is "int9", expected "f32", "bf16" or "f
 $ printf '[\n{"name":' > bad.json; loongforge sync plan bad.json 2>&1 | cut -c1-29
 loongforge: bad.json, line 2:
 ? 1
+$ loongforge sync plan m.json --grad_f32 false --every_micro_step true | tail -1
+4 collectives in 3 runs, 33536 bytes (32.75 KiB) a micro-step and rank, before the sum's own traffic
+$ loongforge sync plan m.json --every_micro_step true --reduce sum
+loongforge: m.json: every_micro_step is true and reduce is sum, expected mean: a sum would count earlier micro-steps once a rank
+? 1
+$ loongforge sync plan m.json --every_micro_step true --skip_empty true
+loongforge: m.json: every_micro_step is true, expected no skip_empty beside it: gradients of earlier micro-steps would be lost
+? 1
 $ loongforge sync plan m.json --chunk_least 1GiB
 loongforge: m.json: chunk_least is 1073741824, expected at most chunk_most, 268435456
 ? 1

@@ -2,6 +2,7 @@
 """NexusSync: two real processes against one, and the two collectives by themselves."""
 
 import gc
+import json
 import pathlib
 import subprocess
 import sys
@@ -67,6 +68,31 @@ def test_micro_steps_reduce_once(scenes, tmp_path):
     micro = torch.load(tmp_path / "micro.pt", weights_only=True)
     assert micro["stats"]["collectives"] == 20 * micro["chunks"]
     assert micro["losses"][-1] < micro["losses"][0]
+
+
+@pytest.mark.parametrize("world", [2, more(3)])
+def test_reducing_in_every_micro_step_gives_the_same_gradients(world):
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(MULTI / "micro.py")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("micro steps agree") == world
+
+
+def test_a_run_that_reduces_in_every_micro_step(scenes, tmp_path):
+    rows, sent = {}, {}
+    for name, every in (("last", "false"), ("every", "true")):
+        options = ["--data", scenes, "--name", name, "--steps", "3", "--batch_size", "8", "--micro_steps", "2", "--threads", "1"]
+        options += ["--eval", "false", "--dtype", "f32", "--nexus.every_micro_step", every]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "loongforge.train"]
+        done = subprocess.run([*command, *map(str, options)], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("reductions in each of 2 micro steps: " in done.stderr) == (every == "true")
+        run = tmp_path / "runs" / name
+        rows[name] = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        sent[name] = json.loads((run / "summary.json").read_text())["nexus"]["bytes"]
+    assert sent["every"] == 2 * sent["last"]
+    for a, b in zip(rows["last"], rows["every"], strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
 
 def test_replicas_start_equal_and_double_reductions_are_refused():

@@ -158,7 +158,7 @@ static int print_groups(const lf_map *map, const lf_nexus *nexus)
     return CMD_OK;
 }
 
-static int print_chunks(const lf_map *map, const lf_nexus *nexus)
+static int print_chunks(const lf_map *map, const lf_nexus *nexus, int every_micro_step)
 {
     int64_t sent = 0;
     char text[24];
@@ -178,8 +178,8 @@ static int print_chunks(const lf_map *map, const lf_nexus *nexus)
         sums += strcmp(c.form, "sparse") == 0 ? 2 : 1;
         sent += c.sent_bytes;
     }
-    printf("\n%d collectives in %d runs, %lld bytes (%s) a step and rank, before the sum's own traffic\n", sums, runs,
-           (long long)sent, cmd_bytes(text, sizeof text, sent));
+    printf("\n%d collectives in %d runs, %lld bytes (%s) a %s and rank, before the sum's own traffic\n", sums, runs,
+           (long long)sent, cmd_bytes(text, sizeof text, sent), every_micro_step ? "micro-step" : "step");
     return CMD_OK;
 }
 
@@ -192,7 +192,7 @@ static int plan(const char *path, const lf_map_options *map_options, const lf_ne
     if (code == CMD_OK && (lf_map_plan(map) < 0 || lf_nexus_open(&nexus, map, NULL, nexus_options) < 0))
         code = cmd_fail_lf("%s", path);
     if (code == CMD_OK) code = print_groups(map, nexus);
-    if (code == CMD_OK) code = print_chunks(map, nexus);
+    if (code == CMD_OK) code = print_chunks(map, nexus, nexus_options->every_micro_step);
     lf_nexus_close(nexus);
     lf_map_unref(map);
     return code;

@@ -135,7 +135,8 @@ class Run:
             weight_decay=o["weight_decay"],
             map=self.map,
         )
-        nexus = dict(self.config["nexus"], reduce="sum")  # the model's loss is each rank's share of the global one
+        # The model's loss is each rank's share of the global one: TrainStep makes up for a mean.
+        nexus = dict(self.config["nexus"], reduce="mean" if self.config["nexus"]["every_micro_step"] else "sum")
         self.map.passes.on_end(lambda: self.watch.enter("reduction"))  # before NexusSync's own
         self.sync = self.watch.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
         if nexus["launch_busy_pct"] > 0:
@@ -248,6 +249,11 @@ class Run:
         self.console.line(self.map.describe())
         if self.ranks.world > 1:
             self.console.line(self.sync.describe())
+        if self.sync.every_micro_step:
+            each, n = self.sync.micro_step_bytes / 1e6, self.o["micro_steps"]
+            self.console.line(
+                f"reductions in each of {n} micro steps: {n * each:,.1f} MB a step and rank, {each:,.1f} in the last alone"
+            )
         if self.monitor.note:
             self.console.line("note: " + self.monitor.note)
         if self.sync.note:

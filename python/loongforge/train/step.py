@@ -48,7 +48,7 @@ class TrainStep:
         width, total = len(FIELDS) + 1, None
         for micro in range(self.micro_steps):
             batch = flat[micro * width : (micro + 1) * width]
-            if micro + 1 < self.micro_steps:
+            if micro + 1 < self.micro_steps and not self.sync.every_micro_step:
                 with self.sync.no_sync():
                     one = self._one(*batch)
             else:
@@ -64,7 +64,10 @@ class TrainStep:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             out = self.model(images, tokens, labels, attention_mask, sample_ids=sample_ids)
         self.enter("backward")
-        (out.loss if self.micro_steps == 1 else out.loss * out.n_tokens_global).backward()
+        loss = out.loss if self.micro_steps == 1 else out.loss * out.n_tokens_global
+        if self.sync.every_micro_step:  # its reductions are means, and the loss is this rank's share of a sum
+            loss = loss * self.sync.world
+        loss.backward()
         return torch.stack([v.detach().double() for v in (out.loss_sum, out.n_tokens, out.n_tokens_global, out.balance_loss)])
 
 
