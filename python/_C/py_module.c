@@ -135,8 +135,20 @@ static PyModuleDef module_def = {
 
 PyMODINIT_FUNC PyInit__C(void); /* found by name */
 
+/* Another library than the one this was built with lays out structures in another way. */
+static int check_library(void)
+{
+    if (lf_abi_version() == LF_ABI && strcmp(lf_version_string(), LF_VERSION) == 0) return 0;
+    PyErr_Format(PyExc_ImportError,
+                 "libloongforge.so is %s (ABI %d), expected the %s (ABI %d) that loongforge._C was built with; hint: look at "
+                 "LD_LIBRARY_PATH, or build again",
+                 lf_version_string(), (int)lf_abi_version(), LF_VERSION, LF_ABI);
+    return -1;
+}
+
 PyMODINIT_FUNC PyInit__C(void)
 {
+    if (check_library() < 0) return NULL;
     PyObject *module = PyModule_Create(&module_def);
     handle_type = PyType_FromSpec(&handle_spec);
     error_type = PyErr_NewExceptionWithDoc("loongforge._C.Error", "An error of the C library: args are (status, name, text).",

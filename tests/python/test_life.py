@@ -3,6 +3,10 @@
 
 import copy
 import gc
+import os
+import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -254,3 +258,13 @@ def test_weights_alone_are_saved_with_a_warning_beside_a_stock_optimizer(tmp_pat
             assert vault.restore()["step"] == 1
     with pytest.raises(loongforge.Error, match="did you mean 'keep_last'"):
         CheckpointVault(tmp_path / "x", model=other, keep_lst=3)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_another_library_than_the_one_built_with_is_refused(tmp_path):
+    other = tmp_path / "other.so"
+    source = 'int lf_abi_version(void) { return 99; } const char *lf_version_string(void) { return "9.9"; }'
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", other], input=source, text=True, check=True)
+    command = [sys.executable, "-c", "from loongforge import _C"]
+    done = subprocess.run(command, env={**os.environ, "LD_PRELOAD": str(other)}, capture_output=True, text=True)
+    assert done.returncode == 1 and "ImportError: libloongforge.so is 9.9 (ABI 99), expected the " in done.stderr, done.stderr
