@@ -64,6 +64,7 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=1e9, help="start no variant later than this")
     parser.add_argument("--parts", action="store_true", help="kernels' times by kind of a step alone and of each variant")
     parser.add_argument("--out", help="file that results are appended to")
+    parser.set_defaults(moments_bf16=False)  # what else loom.Ours asks for
     return parser.parse_args()
 
 

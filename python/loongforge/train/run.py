@@ -260,6 +260,8 @@ class Run:
             self.console.line("note: " + self.sync.note)
         if self.config["nexus"]["chunk_tune"] and not self.sync.tuning:
             self.console.line("note: the chunk size is not tuned: " + self.sync.chunk_size()["why"])
+        if self.device.type == "cuda" and self.step_of.graph.reason is None:
+            self.console.line("the first steps take longer: attention is compiled, memory recorded, the step captured")
         for sentence in self.sync.ignored_environment + self.lost:
             self.console.line("warning: " + sentence)
 
