@@ -95,7 +95,7 @@ def test_a_host_in_the_driver_is_ended():
 
 
 @needs_two_gpus
-@pytest.mark.parametrize("what", ["sums", "twice", "capture", "torch"])
+@pytest.mark.parametrize("what", ["sums", "twice", "capture", "torch", "sparse"])
 def test_ranks_on_gpus(what):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*command, str(MULTI / "nccl_ranks.py"), what], capture_output=True, text=True, timeout=300)

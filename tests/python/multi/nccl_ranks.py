@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_nccl.py on GPUs, one rank each: torchrun --nproc-per-node 2 nccl_ranks.py sums|twice|capture|torch
+"""Run by test_nccl.py on GPUs, one rank each: torchrun --nproc-per-node 2 nccl_ranks.py sums|twice|capture|torch|sparse
 
 sums     exact sums of a map's gradients, the same bits on every rank and in every run; late blocks; statistics
 twice    the tiny preset's gradients of all ranks together are those of one GPU with all samples
 capture  steps as graphs with the reductions inside: the weights of eager steps, replicas equal; a capture that fails on one rank
 torch    the same sums through torch.distributed, and that two transports agree
+sparse   the sparse form's gradients, over NCCL and over torch.distributed; nothing is lost over a flush
 """
 
 import copy
@@ -122,6 +123,53 @@ def sums(transport=None):
         f"sums: {text} | p50 {1e6 * stats['p50_s']:.0f} us, busy {1e3 * stats['busy_s']:.2f} ms, exposed "
         f"{1e3 * stats['exposed_s']:.2f} ms"
     )
+
+
+# ---- the sparse form -----------------------------------------------------------------------------------------------------
+
+
+def sparse_steps(transport: str, steps: int) -> tuple:
+    """-> every step's gradients (bf16 and f32 layers), the digest of the last; the last step takes along what was kept back"""
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 150 + 8 * i, bias=False, dtype=torch.bfloat16 if i % 2 else torch.float32) for i in range(6)]
+    model = nn.ModuleList(layers).to(device)
+    held = ParameterMap(model, optimizer_state=False)
+    parameters = [b.param for b in held.blocks]
+    sync = NexusSync(
+        model, "sparse", reduce="sum", chunk_bytes=64 << 10, run_bytes=256 << 10, transport=transport, timeout_s=30.0
+    )
+    assert sync.sparse and sync.transport == transport, (sync.transport, sync.note)
+    got = []
+    for step in range(steps):
+        model.zero_grad()
+        if step + 1 == steps:
+            sync.flush_residual()
+        mine = [None if v is None else v.to(device) for v in values(step, rank, parameters)]
+        Written.apply(mine, *parameters).backward()
+        got.append([b.grad.clone() for b in held.blocks])
+        assert equal_everywhere(digest(held.blocks)), "replicas differ"
+    sync.settle()
+    sync.check()
+    sent = sum(c["sent_bytes"] for c in sync.chunks()) / sum(c["bytes"] for c in sync.chunks())
+    sync.close()
+    return got, parameters, sent
+
+
+def sparse():
+    steps = 7
+    (ours, parameters, sent), (theirs, _, _) = sparse_steps("nccl", steps), sparse_steps("torch", steps)
+    assert sent < 0.3, sent
+    if world == 2:
+        assert all(torch.equal(a, b) for x, y in zip(ours, theirs) for a, b in zip(x, y)), "the transports differ"
+    zeros = sum((g == 0).sum().item() for g in ours[0]) / sum(g.numel() for g in ours[0])
+    assert 0.8 < zeros < 0.9, zeros
+    for i, p in enumerate(parameters):
+        every = [values(step, r, parameters)[i] for step in range(steps) for r in range(world)]
+        want = sum(v.double() for v in every if v is not None)
+        have = sum(step[i].double() for step in ours).cpu()
+        worst = ((have - want).abs().max() / want.abs().max()).item()
+        assert worst < (2e-2 if p.dtype == torch.bfloat16 else 1e-5), (i, worst)
+    say(f"sparse: {100 * zeros:.0f} % zeros, {100 * sent:.0f} % of the bytes, nothing lost")
 
 
 # ---- two GPUs against one ------------------------------------------------------------------------------------------------
@@ -246,7 +294,7 @@ def capture():
 
 
 for name in sys.argv[1:]:
-    {"sums": sums, "twice": twice, "capture": capture, "torch": lambda: sums("torch")}[name]()
+    {"sums": sums, "twice": twice, "capture": capture, "torch": lambda: sums("torch"), "sparse": sparse}[name]()
     dist.barrier()
     say(name, "passed")
 dist.destroy_process_group()
