@@ -12,6 +12,9 @@
  *  Only the GRAD plane is touched, and only of classes that are not frozen. Who divides: reduce = mean makes lf_nexus_finish
  *  divide by the world; with sum the caller does (for instance through lf_adamw's grad_scale, at no cost).
  *
+ *  With the option wire_dtype = bf16 a chunk of f32 gradients that is summed densely is rounded to bf16 into memory of the handle's own when
+ *  it is posted, summed there, and widened back when it is waited for: half the bytes on the way, and the plane is what it was to everyone else.
+ *
  *  Under a CUDA capture begin, mark and finish put the whole reduction into the graph, in the same order and with the same
  *  transport, where that can be captured (NCCL). Each launch of the graph is then told by lf_nexus_replayed. Before capturing,
  *  lf_nexus_settle; all ranks capture or none does.
@@ -124,6 +127,8 @@ typedef struct lf_nexus_options {
     int32_t chunk_tune; /* chunk_bytes is the first size, lf_nexus_tune_end finds the quickest */
     int64_t chunk_least, chunk_most; /* sizes that it tries */
     int32_t every_micro_step; /* a step is one micro-step, and gradients hold what earlier ones left: mean, dense, whole chunks */
+    char wire_dtype[LF_TEXT_MAX];    /* grad | bf16: in what f32 gradients travel that are summed densely */
+    double cast_mb_s; /* hybrid: 10^6 bytes of f32 gradients a second to bf16 and back; 0: measured with the link, else 4000 */
 } lf_nexus_options;
 
 /** One row of the schedule. */
@@ -133,7 +138,7 @@ typedef struct lf_chunk_info {
     int32_t dtype;
     lf_range range;
     int64_t bytes;
-    const char *form;   /* "dense" or "sparse"; owned by the library */
+    const char *form;   /* "dense", "bf16" (dense, rounded for the way) or "sparse"; owned by the library */
     int32_t run;        /* chunks of one run are posted together where the transport can */
     const char *why;    /* that form, in words; owned by the library */
     int64_t sent_bytes; /* that this rank puts into a step's sums for it; a sparse chunk: of its mask and its values, two sums */

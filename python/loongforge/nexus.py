@@ -53,7 +53,8 @@ class NexusSync:
     model: accelerated, or an ordinary module, which is then put on a map of weights and gradients.
     comm_strategy: hybrid, dense or sparse; other options of section [nexus] by name (`loongforge config nexus`). sparse: experts
     with little load (an ordinary model: everything) send `k_ratio` of their entries and keep the rest for later steps; what is
-    kept is part of the training's state (`save_residual`).
+    kept is part of the training's state (`save_residual`). wire_dtype="bf16": f32 gradients that are summed densely travel
+    rounded to bf16, half the bytes.
     When `loss.backward()` returns, gradients are reduced. `with sync.no_sync():` around all micro steps but the last; or with
     every_micro_step=True none, and each backward reduces, as DDP's do: `micro_step_bytes` move each time, eagerly.
     Without a process group (`torch.distributed` not initialised) there is one rank and nothing moves.

@@ -42,6 +42,7 @@ static lf_status open_for_steps(lf_nexus *nexus, const lf_transport *transport)
     if (rc == LF_OK) rc = lf_event_open(nexus->device, &nexus->event);
     if (rc == LF_OK) rc = lf__nexus_spans_open(nexus);
     if (rc == LF_OK) rc = lf__nexus_resolve_chunks(nexus);
+    if (rc == LF_OK) rc = lf__wire_open(nexus);
     if (rc == LF_OK) rc = lf__sparse_open(nexus);
     if (rc == LF_OK) rc = lf__chain_open(nexus);
     if (rc == LF_OK) rc = lf__shard_open(nexus);
@@ -57,6 +58,7 @@ static void free_nexus(lf_nexus *nexus)
     if (!nexus) return;
     lf__chain_close(nexus);
     lf__sparse_close(nexus);
+    lf__wire_close(nexus);
     lf_event_close(nexus->event);
     lf__nexus_spans_close(nexus);
     lf__nexus_trace_close(nexus);
@@ -242,7 +244,10 @@ void lf__nexus_add_time(lf_nexus *nexus, int64_t bytes, int64_t ns)
     if (!nexus->transport.stats) lf__hist_add(&nexus->hist, ns);
 }
 
-static void add_time(lf_nexus *nexus, const nexus_chunk *c) { lf__nexus_add_time(nexus, c->bytes, lf__now_ns() - c->posted_ns); }
+static void add_time(lf_nexus *nexus, const nexus_chunk *c)
+{
+    lf__nexus_add_time(nexus, lf__nexus_sent_bytes(c), lf__now_ns() - c->posted_ns);
+}
 
 /* See which of the posted chunks are done by now. */
 static lf_status poll_posted(lf_nexus *nexus)
@@ -278,6 +283,8 @@ static lf_status post_chunks(lf_nexus *nexus, int32_t first, int32_t end, lf_str
     if (rc == LF_OK && capture && lf__sparse_takes(nexus))
         rc = LF_FAIL(LF_ERR_STATE, "this step takes residuals along, once, and is captured; hint: one eager step first");
     for (int32_t i = first; i < end && rc == LF_OK && lf__sparse_takes(nexus); i++) rc = lf__sparse_prepare(nexus, i, stream);
+    for (int32_t i = first; i < end && rc == LF_OK; i++)
+        if (!nexus->plan.chunks[i].skip) rc = lf__wire_narrow(nexus, &nexus->plan.chunks[i], stream);
     if (rc == LF_OK) rc = lf__nexus_call_run(nexus, 1, run->label);
     if (rc < 0) return lf__nexus_fail_step(nexus, rc);
     for (int32_t i = first; i < end; i++) {
@@ -388,6 +395,7 @@ static lf_status run_scale(void *user)
 
 lf_status lf__nexus_divide(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
 {
+    if (c->wire) return lf__wire_widen(nexus, c, stream);
     if (c->factor == 1) return LF_OK;
     if (lf__device_is_cpu(nexus->device)) return lf_stream_run(stream, run_scale, c);
     lf_status rc = scale_part(nexus, c, &c->share, stream);

@@ -13,15 +13,15 @@ static lf_status options_digest(const lf_nexus *nexus, uint8_t digest[16])
 {
     lf__buf text = {.max = 1 << 26};
     lf_status rc =
-        lf__buf_printf(&text, "nexus 8 %s %s %lld %lld %s %d %lld %d %d %d %d %lld %lld %d", nexus->transport.name,
-                       nexus->opts.comm_strategy, (long long)nexus->opts.chunk_bytes, (long long)nexus->opts.run_bytes,
-                       nexus->opts.reduce, nexus->plan.n_chunks, (long long)nexus->steps_before, nexus->opts.shard_optimizer,
-                       nexus->opts.debug, nexus->opts.skip_empty, nexus->opts.chunk_tune, (long long)nexus->opts.chunk_least,
-                       (long long)nexus->opts.chunk_most, nexus->opts.every_micro_step);
-    for (int32_t i = 0; i < nexus->plan.n_chunks && rc == LF_OK && nexus->sparse.n_chunks; i++) {
+        lf__buf_printf(&text, "nexus 9 %s %s %s %lld %lld %s %d %lld %d %d %d %d %lld %lld %d", nexus->transport.name,
+                       nexus->opts.comm_strategy, nexus->opts.wire_dtype, (long long)nexus->opts.chunk_bytes,
+                       (long long)nexus->opts.run_bytes, nexus->opts.reduce, nexus->plan.n_chunks, (long long)nexus->steps_before,
+                       nexus->opts.shard_optimizer, nexus->opts.debug, nexus->opts.skip_empty, nexus->opts.chunk_tune,
+                       (long long)nexus->opts.chunk_least, (long long)nexus->opts.chunk_most, nexus->opts.every_micro_step);
+    for (int32_t i = 0; i < nexus->plan.n_chunks && rc == LF_OK && (nexus->sparse.n_chunks || nexus->wire); i++) {
         const nexus_chunk *c = &nexus->plan.chunks[i];
         if (c->form == NEXUS_SPARSE) rc = lf__buf_add(&text, &c->topk.k, sizeof c->topk.k);
-        else rc = lf__buf_printf(&text, "-");
+        else rc = lf__buf_printf(&text, c->form == NEXUS_BF16 ? "b" : "-");
     }
     if (rc == LF_OK) rc = lf__buf_printf(&text, "%lld", (long long)nexus->opts.sparse_warmup_steps);
     if (rc < 0) return rc;
@@ -76,13 +76,14 @@ static lf_status judge(const lf_nexus *nexus, const int64_t sums[COUNT], const u
     if (!all_equal(sums, 1, world))
         return LF_FAIL(
             LF_ERR_PEER,
-            "the %d ranks use different [nexus] options (rank %d: transport %s, comm_strategy %s, chunk_bytes %lld, "
+            "the %d ranks use different [nexus] options (rank %d: transport %s, comm_strategy %s, wire_dtype %s, chunk_bytes %lld, "
             "chunk_tune %d (%lld to %lld), run_bytes %lld, reduce %s, k_ratio %g, sparse_warmup_steps %lld, shard_optimizer %d, skip_empty %d, every_micro_step %d, after %lld steps), expected the "
             "same on every rank",
-            world, nexus->transport.rank, nexus->transport.name, nexus->opts.comm_strategy, (long long)nexus->opts.chunk_bytes,
-            nexus->opts.chunk_tune, (long long)nexus->opts.chunk_least, (long long)nexus->opts.chunk_most,
-            (long long)nexus->opts.run_bytes, nexus->opts.reduce, nexus->opts.k_ratio, (long long)nexus->opts.sparse_warmup_steps,
-            nexus->opts.shard_optimizer, nexus->opts.skip_empty, nexus->opts.every_micro_step, (long long)nexus->steps_before);
+            world, nexus->transport.rank, nexus->transport.name, nexus->opts.comm_strategy, nexus->opts.wire_dtype,
+            (long long)nexus->opts.chunk_bytes, nexus->opts.chunk_tune, (long long)nexus->opts.chunk_least,
+            (long long)nexus->opts.chunk_most, (long long)nexus->opts.run_bytes, nexus->opts.reduce, nexus->opts.k_ratio,
+            (long long)nexus->opts.sparse_warmup_steps, nexus->opts.shard_optimizer, nexus->opts.skip_empty,
+            nexus->opts.every_micro_step, (long long)nexus->steps_before);
     return LF_OK;
 }
 

@@ -81,7 +81,7 @@ lf_status lf_nexus_replayed(lf_nexus *nexus, lf_stream *stream)
     nexus->steps++;
     for (int32_t i = 0; i < nexus->plan.n_chunks; i++) {
         nexus->collectives++;
-        nexus->bytes += nexus->plan.chunks[i].bytes;
+        nexus->bytes += lf__nexus_sent_bytes(&nexus->plan.chunks[i]);
     }
 out:
     lf__unlock(nexus->mutex);

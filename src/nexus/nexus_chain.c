@@ -145,9 +145,9 @@ static lf_status post(lf_nexus *nexus, int32_t i, int32_t kind)
     nexus_chain *chain = nexus->chain;
     nexus_chunk *c = &nexus->plan.chunks[i];
     chain_post *p = &chain->posts[chain->n_posts];
-    void *data = kind == POST_DATA ? c->data : kind == POST_MASK ? (void *)c->topk.mask : c->topk.values;
+    void *data = kind == POST_DATA ? lf__wire_data(c, &c->range) : kind == POST_MASK ? (void *)c->topk.mask : c->topk.values;
     const int64_t count = kind == POST_DATA ? c->range.count : kind == POST_MASK ? (c->range.count + 63) / 64 : c->topk.k;
-    const int32_t dtype = kind == POST_MASK ? LF_DTYPE_I64 : c->dtype;
+    const int32_t dtype = kind == POST_DATA ? lf__wire_dtype(c) : kind == POST_MASK ? LF_DTYPE_I64 : c->dtype;
     *p = (chain_post){.chunk = i, .kind = kind, .bytes = count * (int64_t)lf_dtype_bytes(dtype), .posted_ns = lf__now_ns()};
     lf_status rc = lf__nexus_post(nexus, data, count, dtype, where(chain), &p->ticket);
     if (rc < 0) return fail_at(nexus, i, rc);
@@ -204,6 +204,8 @@ static lf_status launch_unit(void *user)
     lf_status rc = stopped(chain);
     if (rc == LF_OK) rc = fail_at(nexus, -1, lf__debug_compare(nexus, NEXUS_SUMS, u->first, u->end, 0, 0, where(chain)));
     for (int32_t i = u->first; i < u->end && rc == LF_OK; i++) rc = fail_at(nexus, i, lf__sparse_prepare(nexus, i, where(chain)));
+    for (int32_t i = u->first; i < u->end && rc == LF_OK; i++)
+        rc = fail_at(nexus, i, lf__wire_narrow(nexus, &nexus->plan.chunks[i], where(chain)));
     if (rc == LF_OK) rc = fail_at(nexus, -1, lf__nexus_call_run(nexus, 1, run->label));
     for (int32_t i = u->first; i < u->end && rc == LF_OK; i++)
         rc = post(nexus, i, lf__sparse_now(nexus, &nexus->plan.chunks[i]) ? POST_MASK : POST_DATA);

@@ -123,8 +123,8 @@ static int64_t digest_of(lf_nexus *nexus, nexus_stage stage, int32_t first, int3
     lf__hash128 h = lf__hash(head, sizeof head, 0);
     for (int32_t i = first; i < end; i++) {
         const nexus_chunk *c = &nexus->plan.chunks[i];
-        const int64_t terms[] = {(int64_t)h.hi,  (int64_t)h.lo, c->range.klass,           c->range.offset,
-                                 c->range.count, c->dtype,      lf__sparse_now(nexus, c), c->skip};
+        const int64_t terms[] = {(int64_t)h.hi,  (int64_t)h.lo,     c->range.klass,           c->range.offset,
+                                 c->range.count, lf__wire_dtype(c), lf__sparse_now(nexus, c), c->skip};
         h = lf__hash(terms, sizeof terms, 0);
     }
     return (int64_t)(h.lo >> 1) | 1; /* never 0: a rank that sent nothing is none that agrees */

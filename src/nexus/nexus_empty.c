@@ -83,6 +83,6 @@ out:
 lf_status lf__empty_clear(lf_nexus *nexus, const nexus_chunk *c, lf_stream *stream)
 {
     nexus->skipped++;
-    nexus->skipped_bytes += c->bytes;
+    nexus->skipped_bytes += lf__nexus_sent_bytes(c);
     return lf_fill(nexus->device, c->data, 0, (size_t)c->bytes, stream);
 }

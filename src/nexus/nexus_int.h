@@ -16,6 +16,10 @@ typedef struct lf__nexus_kernels {
     lf_status (*scale)(void *context, void *stream, int32_t now, void *data, int64_t count, int32_t dtype, float factor);
     /* part: LF__TOPK_* */
     lf_status (*topk)(void *context, void *stream, int32_t now, const lf_topk *t, int32_t part);
+    /* data: (count) f32; wire: (count) bf16 = data, rounded to nearest even; a NaN stays one */
+    lf_status (*narrow)(void *context, void *stream, int32_t now, const float *data, uint16_t *wire, int64_t count);
+    /* wire: (count) bf16; data: (count) f32 = wire * factor */
+    lf_status (*widen)(void *context, void *stream, int32_t now, const uint16_t *wire, float *data, int64_t count, float factor);
 } lf__nexus_kernels;
 
 extern const lf__nexus_kernels lf__nexus_cpu;
@@ -25,7 +29,7 @@ lf_status lf__nexus_topk(lf_device *device, const lf__nexus_kernels *kernels, co
 /** The table of a device. LF_ERR_UNSUPPORTED: it has none, or one of another build. */
 lf_status lf__nexus_find_kernels(lf_device *device, const lf__nexus_kernels **kernels);
 
-enum { NEXUS_DENSE, NEXUS_SPARSE };
+enum { NEXUS_DENSE, NEXUS_SPARSE, NEXUS_BF16 /* dense, of f32 gradients that travel as bf16 */ };
 
 typedef struct nexus_chunk {
     int32_t group, dtype, layer; /* layer: the one that backward finishes last */
@@ -36,6 +40,7 @@ typedef struct nexus_chunk {
     int32_t n_blocks, n_left; /* blocks that lie in it; those not yet marked in this step */
     lf_range share, rest;     /* as in lf_chunk_info */
     void *data;               /* NULL without a transport */
+    uint16_t *wire;           /* (range.count) what travels in its stead; NULL: the gradient itself */
     int64_t ticket, posted_ns;
     bool skip;           /* in this step: empty on every rank */
     int64_t rest_ticket; /* where a chunk has both a share and a rest */
@@ -138,7 +143,7 @@ struct lf_nexus {
     lf_nexus_options opts;
     const lf__nexus_kernels *kernels;
     nexus_schedule plan;
-    char (*why)[160]; /* (n_groups) of its form, where the cost model chose it */
+    char (*why)[240]; /* (n_groups) of its form, where the cost model chose it */
     lf__mutex *mutex; /* guards all below */
     uint8_t *marked;  /* by block */
     bool running;
@@ -160,6 +165,8 @@ struct lf_nexus {
     bool sharded;           /* shard_optimizer, and several ranks */
     int64_t *gather_ticket; /* (n_chunks), the first n_gathers are to be waited for */
     int32_t n_gathers;
+    void *wire; /* of all chunks in bf16; NULL: there is none */
+    int64_t wire_bytes;
     nexus_sparse sparse;
     struct nexus_chain *chain; /* NULL: no chunk is sparse */
     int64_t steps_before;      /* lf_nexus_seek */
@@ -253,33 +260,53 @@ void *lf__nexus_data(const nexus_chunk *c, const lf_range *part);
 
 /* nexus_cost.c */
 
-/** What the cost model knows: a sum of all ranks costs latency_s + bytes / bytes_s, top-k of an array bytes / topk_bytes_s. */
+/** What the cost model knows: a sum of all ranks costs latency_s + bytes / bytes_s, top-k of an array bytes / topk_bytes_s, rounding
+ *  f32 gradients to bf16 and widening them bytes / cast_bytes_s. */
 typedef struct nexus_link {
-    double latency_s, bytes_s, topk_bytes_s;
+    double latency_s, bytes_s, topk_bytes_s, cast_bytes_s;
 } nexus_link;
+/** What a group's chunks come to: bytes of gradients, and what moves of them in other forms; 0: that form cannot be. */
+typedef struct nexus_load {
+    int64_t n_chunks, bytes, bf16_bytes, sparse_bytes;
+    int64_t cast_bytes; /* of gradients that bf16 rounds */
+} nexus_load;
 typedef struct nexus_cost {
-    double dense_s, sparse_s;
-    double break_even_bytes_s; /* below it sparse takes less time than dense; 0: never */
-    bool pays;                 /* by a clear margin */
+    double dense_s, bf16_s, sparse_s; /* INFINITY: that form cannot be */
+    double bf16_below_bytes_s;        /* below it bf16 takes less time than dense; 0: never */
+    double sparse_below_bytes_s;      /* below it sparse takes less time than what would be chosen without it; 0: never */
+    int32_t form;                     /* the cheapest by a clear margin */
 } nexus_cost;
-/** Of a group's chunks: `bytes` of gradients, of which `sent_bytes` move when they are sparse. */
-nexus_cost lf__nexus_cost(const nexus_link *link, int64_t n_chunks, int64_t bytes, int64_t sent_bytes);
+nexus_cost lf__nexus_cost(const nexus_link *link, const nexus_load *load);
 /** The largest of every rank's numbers, on all of them. numbers: (n); collective, the host waits. */
 lf_status lf__nexus_agree_on_largest(lf_nexus *nexus, double *numbers, int32_t n);
 /** The link as options tell it; false: they do not. */
 bool lf__nexus_link_told(const lf_nexus_options *opts, nexus_link *link);
-/** The link as a few sums and a round of top-k show it: the slowest rank's numbers, the same on all. Collective. */
+/** The link as a few sums and rounds of the kernels show it: the slowest rank's numbers, the same on all. Collective. */
 lf_status lf__nexus_probe(lf_nexus *nexus, nexus_link *link);
 
 /* nexus_form.c */
 /** The form of each group's chunks, and why: from what all ranks know alike, so that they choose alike. Measures the link where that is
  *  asked for and there is a transport; its kernels must be there then. */
 lf_status lf__nexus_choose_forms(lf_nexus *nexus);
-/** Chunks of another schedule of the same groups, all of which are dense: so are these, for the same reasons. */
-void lf__nexus_keep_dense(const lf_nexus *nexus, nexus_schedule *plan);
+/** Chunks of another schedule of the same groups, none of which is sparse: their forms are those of now, for the same reasons. */
+void lf__nexus_keep_forms(const lf_nexus *nexus, nexus_schedule *plan);
 const char *lf__nexus_form_name(int32_t form);
 /** What a step posts for a chunk. */
 int64_t lf__nexus_sent_bytes(const nexus_chunk *c);
+
+/* nexus_wire.c: chunks that travel as bf16. Of others nothing happens. */
+/** Places of all of them; memory for them where there is none yet: another cut of the same groups needs as much. */
+lf_status lf__wire_open(lf_nexus *nexus);
+void lf__wire_close(lf_nexus *nexus);
+/** (wire_bytes) what the transport works on; NULL: no chunk travels so. */
+void *lf__wire_memory(const lf_nexus *nexus);
+/** What the transport sums: of which dtype, and where part of it lies. */
+int32_t lf__wire_dtype(const nexus_chunk *c);
+void *lf__wire_data(const nexus_chunk *c, const lf_range *part);
+/** Before the chunk's post, in order of `stream` (NULL: now). */
+lf_status lf__wire_narrow(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
+/** Once its sum is there: this rank's share and the rest, times the chunk's factor. */
+lf_status lf__wire_widen(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream);
 
 /* nexus_sparse.c: one chunk at a time, in order of `stream` (NULL: now) */
 lf_status lf__sparse_open(lf_nexus *nexus);

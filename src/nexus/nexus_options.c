@@ -8,6 +8,10 @@ static const lf_option rows[] = {
         "How gradients are summed over ranks. sparse: of experts with little load (of everything, where there are no experts) "
         "only the largest entries, and the rest later; hybrid chooses sparse for groups where a slow link (probe, link_mb_s) makes it "
         "pay, and dense where none is known."),
+    LF_ROW_TEXT(
+        S, wire_dtype, "grad", "grad|bf16",
+        "bf16: f32 gradients that are summed densely travel rounded to bf16, half the bytes, where they move as a whole; with hybrid and a "
+        "known link only groups where it pays. grad: as they are."),
     LF_ROW_F64(S, k_ratio, "0.15", 1e-6, 1, "sparse: share of a chunk's entries that one step sends."),
     LF_ROW_I64(S, sparse_warmup_steps, "0", 0, 0x1p40, "sparse: so many first steps are dense."),
     LF_ROW_BOOL(S, error_feedback, "true",
@@ -50,6 +54,9 @@ static const lf_option rows[] = {
                "hybrid: MB/s of an array that is summed over all ranks (sync bench: GB/s); 0: not told."),
     LF_ROW_F64(S, topk_mb_s, "0", 0, 1e9,
                "hybrid: MB/s of gradients through top-k; 0: measured together with the link, else taken as 500."),
+    LF_ROW_F64(
+        S, cast_mb_s, "0", 0, 1e9,
+        "hybrid: MB/s of f32 gradients rounded to bf16 and widened again; 0: measured together with the link, else taken as 4000."),
     LF_ROW_TEXT(S, mpi_library, "", NULL,
                 "MPI: path or name of libmpi; empty: the one that is loaded already, else Open MPI's or MPICH's usual names."),
     LF_ROW_BOOL(

@@ -53,15 +53,17 @@ lf_status lf__nexus_retune(lf_nexus *nexus, int64_t chunk_bytes, lf_stream *stre
     nexus->capture = 0; /* the newest step may have been captured; this is not */
     LF_TRY(lf__shard_gather_state(nexus, stream));
     LF_TRY(lf__nexus_call_settle(nexus));
+    LF_TRY(lf_stream_sync(stream)); /* what is queued there of the last step works on chunks of now */
     drop_residuals(nexus);
     LF_TRY(lf__nexus_schedule(&plan, nexus->map, chunk_bytes, nexus->opts.run_bytes));
-    lf__nexus_keep_dense(nexus, &plan);
+    lf__nexus_keep_forms(nexus, &plan);
     lf__nexus_spans_read(nexus);
     lf__nexus_spans_close(nexus);
     LF_TRY(replace_plan(nexus, &plan));
     nexus->opts.chunk_bytes = chunk_bytes;
     nexus->captured = nexus->flushed = false;
     LF_TRY(lf__nexus_spans_open(nexus));
+    LF_TRY(lf__wire_open(nexus));
     LF_TRY(lf__sparse_open(nexus));
     LF_TRY(lf__shard_open(nexus));
     LF_TRY(lf__debug_resize(nexus));

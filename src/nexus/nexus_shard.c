@@ -37,10 +37,11 @@ lf_status lf__shard_open(lf_nexus *nexus)
 lf_status lf__shard_post(lf_nexus *nexus, nexus_chunk *c, lf_stream *stream)
 {
     if (!nexus->sharded || c->share.count == 0)
-        return lf__nexus_post(nexus, c->data, c->range.count, c->dtype, stream, &c->ticket);
-    lf_status rc = lf__nexus_scatter(nexus, c->data, c->share.count * nexus->transport.world, c->dtype, stream, &c->ticket);
+        return lf__nexus_post(nexus, lf__wire_data(c, &c->range), c->range.count, lf__wire_dtype(c), stream, &c->ticket);
+    lf_status rc = lf__nexus_scatter(nexus, lf__wire_data(c, &c->range), c->share.count * nexus->transport.world,
+                                     lf__wire_dtype(c), stream, &c->ticket);
     if (rc == LF_OK && c->rest.count)
-        rc = lf__nexus_post(nexus, lf__nexus_data(c, &c->rest), c->rest.count, c->dtype, stream, &c->rest_ticket);
+        rc = lf__nexus_post(nexus, lf__wire_data(c, &c->rest), c->rest.count, lf__wire_dtype(c), stream, &c->rest_ticket);
     return rc;
 }
 

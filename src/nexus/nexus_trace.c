@@ -47,6 +47,7 @@ static int32_t chunk_at(const nexus_schedule *plan, const void *data)
         const nexus_chunk *c = &plan->chunks[i];
         const char *begin = c->data;
         if (begin && (const char *)data >= begin && (const char *)data < begin + c->bytes) return i;
+        if (c->wire && (const uint16_t *)data >= c->wire && (const uint16_t *)data < c->wire + c->range.count) return i;
         if (c->topk.mask && (c->topk.mask == data || c->topk.values == data)) return i;
     }
     return -1;

@@ -132,6 +132,13 @@ lf_status lf__nexus_call_stats(lf_nexus *nexus, lf_nexus_stats *stats, int64_t *
     return LF_OK;
 }
 
+static lf_status announce(lf_nexus *nexus, void *base, int64_t bytes)
+{
+    if (!base || !nexus->transport.memory) return LF_OK;
+    lf_error_clear();
+    return lf__nexus_answer(nexus, "memory", nexus->transport.memory(nexus->transport.user, base, bytes));
+}
+
 lf_status lf__nexus_announce_memory(lf_nexus *nexus)
 {
     lf_status rc = LF_OK;
@@ -141,15 +148,10 @@ lf_status lf__nexus_announce_memory(lf_nexus *nexus)
         const int32_t dtype = info.role_dtype[LF_ROLE_GRAD];
         const lf_range all = {.klass = k, .count = info.count};
         if (rc < 0 || info.frozen || !dtype || info.count == 0) continue;
-        lf_error_clear();
-        rc = nexus->transport.memory(nexus->transport.user, lf_map_address(nexus->map, &all, LF_ROLE_GRAD),
-                                     info.count * (int64_t)lf_dtype_bytes(dtype));
-        rc = lf__nexus_answer(nexus, "memory", rc);
+        rc = announce(nexus, lf_map_address(nexus->map, &all, LF_ROLE_GRAD), info.count * (int64_t)lf_dtype_bytes(dtype));
     }
-    if (rc < 0 || !nexus->transport.memory || !nexus->sparse.wire) return rc;
-    lf_error_clear();
-    rc = nexus->transport.memory(nexus->transport.user, nexus->sparse.wire, nexus->sparse.wire_bytes);
-    return lf__nexus_answer(nexus, "memory", rc);
+    if (rc == LF_OK) rc = announce(nexus, lf__wire_memory(nexus), nexus->wire_bytes);
+    return rc == LF_OK ? announce(nexus, nexus->sparse.wire, nexus->sparse.wire_bytes) : rc;
 }
 
 lf_status lf_nexus_describe(const lf_nexus *nexus, char *text, size_t size)

@@ -24,6 +24,24 @@ low             1        1               8192     8.00 KiB               8192  s
      1     0  low        0 f32               8192           2048             8192  sparse
 
 6 collectives in 3 runs, 59700 bytes (58.30 KiB) a step and rank, before the sum's own traffic
+$ loongforge sync plan m.json --wire_dtype bf16 | grep -v "^  *[0-9]"
+group      ranges   chunks              bytes                   largest chunk  form   why
+dense           3        3              42240    41.25 KiB              25600  bf16   wire_dtype is bf16
+high            1        1              24576    24.00 KiB              24576  bf16   wire_dtype is bf16
+low             0        0                  0          0 B                  0  -      nothing to sum
+
+ order   run  group  class dtype           offset       elements            bytes  form
+
+4 collectives in 3 runs, 33408 bytes (32.62 KiB) a step and rank, before the sum's own traffic
+$ loongforge sync plan m.json --wire_dtype bf16 --grad_f32 false | head -3
+group      ranges   chunks              bytes                   largest chunk  form   why
+dense           3        3              21248    20.75 KiB              12800  mixed  no slow link was measured or told
+high            1        1              12288    12.00 KiB              12288  dense  no slow link was measured or told
+$ loongforge sync plan m.json --wire_dtype bf16 --link_mb_s 50 --topk_mb_s 10 | sed -n 3p | cut -c80-
+bf16   told link 50 MB/s, 0 us: sparse 2.547 ms, bf16 0.2519 ms, dense 0.4915 ms; bf16 wins below 2000 MB/s, sparse wins below 3.195 MB/s
+$ loongforge sync plan m.json --wire_dtype fp8
+loongforge: [nexus] wire_dtype is 'fp8', expected one of grad|bf16
+? 2
 $ printf '[{"name":"a","shape":[4],"dtype":"f32","layer":0,"exprt":1}]' > bad.json; loongforge sync plan bad.json
 loongforge: bad.json: entry 0: unknown key 'exprt', expected name, shape, dtype, layer, expert, frozen or tied_to
 ? 1

@@ -260,7 +260,43 @@ static lf_status topk(void *context, void *stream, int32_t now, const lf_topk *t
     return lf__cpu_stream_run(context, now ? NULL : stream, run_topk, j);
 }
 
-static const lf__nexus_kernels nexus_kernels = {sizeof nexus_kernels, "fake", scale, topk};
+typedef struct cast_job {
+    float *data;
+    uint16_t *wire;
+    int64_t count;
+    float factor; /* 0: narrow */
+} cast_job;
+
+static lf_status run_cast(void *user)
+{
+    cast_job *j = user;
+    for (int64_t i = 0; i < j->count; i++) {
+        if (j->factor == 0) j->wire[i] = lf__bf16_from_f32(j->data[i]);
+        else j->data[i] = lf__f32_from_bf16(j->wire[i]) * j->factor;
+    }
+    free(j);
+    return LF_OK;
+}
+
+static lf_status cast(void *context, void *stream, int32_t now, cast_job job)
+{
+    cast_job *j = malloc(sizeof *j);
+    if (!j) return lf__fail(LF_ERR_NOMEM, "cast");
+    *j = job;
+    return lf__cpu_stream_run(context, now ? NULL : stream, run_cast, j);
+}
+
+static lf_status narrow(void *context, void *stream, int32_t now, const float *data, uint16_t *wire, int64_t count)
+{
+    return cast(context, stream, now, (cast_job){(float *)(uintptr_t)data, wire, count, 0});
+}
+
+static lf_status widen(void *context, void *stream, int32_t now, const uint16_t *wire, float *data, int64_t count, float factor)
+{
+    return cast(context, stream, now, (cast_job){data, (uint16_t *)(uintptr_t)wire, count, factor});
+}
+
+static const lf__nexus_kernels nexus_kernels = {sizeof nexus_kernels, "fake", scale, topk, narrow, widen};
 
 static const void *fake_kernels(void *context, const char *crew)
 {

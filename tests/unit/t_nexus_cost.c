@@ -39,7 +39,7 @@ static void plan(const lf_nexus_options *o, const char *form, const char *why)
         const lf_chunk_info c = chunk_at(nexus, i);
         CHECK_STR(c.form, form);
         CHECK_HAS(c.why, why);
-        CHECK_EQ(c.sent_bytes < c.bytes, strcmp(form, "sparse") == 0);
+        CHECK_EQ(c.sent_bytes < c.bytes, strcmp(form, "dense") != 0);
     }
     lf_nexus_close(nexus);
     lf_map_unref(map);
@@ -48,22 +48,47 @@ static void plan(const lf_nexus_options *o, const char *form, const char *why)
 TEST(cost_model_is_as_written)
 {
     const nexus_link link = {.latency_s = 1e-3, .bytes_s = 1e8, .topk_bytes_s = 5e8};
-    const nexus_cost c = lf__nexus_cost(&link, 10, 100000000, 18000000);
+    const nexus_load load = {.n_chunks = 10, .bytes = 100000000, .sparse_bytes = 18000000};
+    const nexus_cost c = lf__nexus_cost(&link, &load);
     CHECK_NEAR(c.dense_s, 0.01 + 1.0, 1e-9);
     CHECK_NEAR(c.sparse_s, 0.02 + 0.18 + 0.2, 1e-9);
-    CHECK(c.pays);
-    CHECK_NEAR(c.break_even_bytes_s, 82e6 / (0.01 + 0.2), 1);
-    const nexus_link there = {.latency_s = 1e-3, .bytes_s = c.break_even_bytes_s, .topk_bytes_s = 5e8};
-    const nexus_cost even = lf__nexus_cost(&there, 10, 100000000, 18000000);
+    CHECK_EQ(c.form, NEXUS_SPARSE);
+    CHECK_NEAR(c.sparse_below_bytes_s, 82e6 / (0.01 + 0.2), 1);
+    const nexus_link there = {.latency_s = 1e-3, .bytes_s = c.sparse_below_bytes_s, .topk_bytes_s = 5e8};
+    const nexus_cost even = lf__nexus_cost(&there, &load);
     CHECK_NEAR(even.dense_s, even.sparse_s, 1e-9);
-    CHECK(!even.pays);
+    CHECK_EQ(even.form, NEXUS_DENSE);
+    CHECK(isinf(c.bf16_s) && c.bf16_below_bytes_s == 0);
+}
+
+/* Half the bytes, and the work of rounding; sparse is held against it where it would be taken. */
+TEST(cost_model_has_bf16)
+{
+    const nexus_link link = {.latency_s = 1e-3, .bytes_s = 1e8, .topk_bytes_s = 5e8, .cast_bytes_s = 4e9};
+    nexus_load load = {.n_chunks = 10, .bytes = 100000000, .bf16_bytes = 50000000, .cast_bytes = 100000000};
+    const nexus_cost c = lf__nexus_cost(&link, &load);
+    CHECK_NEAR(c.bf16_s, 0.01 + 0.5 + 0.025, 1e-9);
+    CHECK_EQ(c.form, NEXUS_BF16);
+    CHECK(isinf(c.sparse_s) && c.sparse_below_bytes_s == 0);
+    CHECK_NEAR(c.bf16_below_bytes_s, 2e9, 1);
+    load.sparse_bytes = 18000000;
+    CHECK_EQ(lf__nexus_cost(&link, &load).form, NEXUS_SPARSE); /* 0.4 s against 0.535 */
+    CHECK_NEAR(lf__nexus_cost(&link, &load).sparse_below_bytes_s, 32e6 / (0.01 + 0.2 - 0.025), 1);
+    load.sparse_bytes = 25000000; /* less than bf16, and not by enough */
+    CHECK_EQ(lf__nexus_cost(&link, &load).form, NEXUS_BF16);
+    const nexus_link fast = {.latency_s = 1e-3, .bytes_s = 3e9, .topk_bytes_s = 5e8, .cast_bytes_s = 4e9};
+    CHECK_EQ(lf__nexus_cost(&fast, &load).form, NEXUS_DENSE);
+    load.cast_bytes = 0; /* gradients that are bf16 already */
+    load.bf16_bytes = load.bytes;
+    CHECK_EQ(lf__nexus_cost(&link, &load).bf16_below_bytes_s, 0);
 }
 
 TEST(cost_never_pays_when_more_is_sent)
 {
     const nexus_link link = {.latency_s = 0, .bytes_s = 1, .topk_bytes_s = 1e12};
-    const nexus_cost c = lf__nexus_cost(&link, 1, 1000, 1000);
-    CHECK(!c.pays && c.break_even_bytes_s == 0);
+    const nexus_load load = {.n_chunks = 1, .bytes = 1000, .sparse_bytes = 1000};
+    const nexus_cost c = lf__nexus_cost(&link, &load);
+    CHECK(c.form == NEXUS_DENSE && c.sparse_below_bytes_s == 0);
 }
 
 TEST(cost_slow_link_is_sparse)
@@ -105,6 +130,43 @@ TEST(cost_shards_are_dense)
     plan(&o, "dense", "shard_optimizer sums densely");
 }
 
+static lf_nexus_options in_bf16(lf_nexus_options o)
+{
+    snprintf(o.wire_dtype, sizeof o.wire_dtype, "bf16");
+    return o;
+}
+
+TEST(cost_bf16_is_chosen_by_the_link)
+{
+    lf_nexus_options o = in_bf16(told(100, 80));
+    plan(&o, "sparse", "bf16 wins below 2000 MB/s, sparse wins below");
+    o.topk_mb_s = 60; /* top-k eats what it saves */
+    plan(&o, "bf16", "told link 80 MB/s, 100 us: sparse");
+    o.cast_mb_s = 60;
+    plan(&o, "dense", "told link 80 MB/s");
+    o = in_bf16(told(10, 10000));
+    plan(&o, "dense", "told link 1e+04 MB/s");
+}
+
+TEST(cost_bf16_as_asked_for_without_a_link)
+{
+    lf_nexus_options o = in_bf16(told(0, 0));
+    plan(&o, "bf16", "wire_dtype is bf16");
+    o.shard_optimizer = 1;
+    plan(&o, "bf16", "wire_dtype is bf16");
+    snprintf(o.comm_strategy, sizeof o.comm_strategy, "dense");
+    plan(&o, "bf16", "wire_dtype is bf16");
+}
+
+TEST(cost_bf16_in_shares_goes_by_the_link)
+{
+    lf_nexus_options o = in_bf16(told(10, 10000));
+    o.shard_optimizer = 1;
+    plan(&o, "dense", "MB/s, shard_optimizer sums densely");
+    o.link_mb_s = 80;
+    plan(&o, "bf16", "MB/s, shard_optimizer sums densely");
+}
+
 TEST(cost_strategy_wins)
 {
     lf_nexus_options o = told(100, 80);
@@ -144,7 +206,7 @@ enum { CHUNKS_MOST = 64 };
 static slow slows[RANKS];
 static struct {
     int32_t n_chunks;
-    char form[CHUNKS_MOST][16], why[CHUNKS_MOST][200];
+    char form[CHUNKS_MOST][16], why[CHUNKS_MOST][240];
 } seen[RANKS];
 
 static lf_map *make_map(const rank *r) { return (void)r, plan_and_allocate(new_groups()); }
@@ -192,6 +254,23 @@ TEST(cost_probe_finds_a_slow_link)
             CHECK_STR(seen[0].why[k], seen[i].why[k]); /* the same numbers on all ranks */
         }
     }
+}
+
+/* Top-k is told to be slow, the casts are measured. */
+TEST(cost_probe_finds_bf16)
+{
+    lf_nexus_options o = in_bf16(told(0, 0));
+    o.probe = 1;
+    o.topk_mb_s = 1;
+    open_all(&o, &o);
+    all_are(RANKS, LF_OK);
+    for (int32_t i = 0; i < RANKS; i++)
+        for (int32_t k = 0; k < seen[i].n_chunks; k++) {
+            CHECK_STR(seen[i].form[k], "bf16");
+            CHECK_HAS(seen[i].why[k], "measured link");
+            CHECK_HAS(seen[i].why[k], "bf16 wins below");
+            CHECK_STR(seen[0].why[k], seen[i].why[k]);
+        }
 }
 
 TEST(cost_without_probe_measures_nothing)

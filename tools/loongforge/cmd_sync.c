@@ -149,7 +149,7 @@ static int print_groups(const lf_map *map, const lf_nexus *nexus)
             t.n_chunks++;
             t.bytes += c.bytes;
             t.largest = c.bytes > t.largest ? c.bytes : t.largest;
-            form = c.form;
+            form = strcmp(form, "-") != 0 && strcmp(form, c.form) != 0 ? "mixed" : c.form; /* f32 and bf16 gradients */
             why = c.why;
         }
         printf("%-8s %8d %8d %18lld %12s %18lld  %-6s %s\n", name, n_ranges, t.n_chunks, (long long)t.bytes,

@@ -39,4 +39,18 @@ static lf_status topk(void *context, void *stream, int32_t now, const lf_topk *t
     return leave(context, before, lf__nexus_cuda_topk(stream, t, part), stream, now, names[part]);
 }
 
-const lf__nexus_kernels lf__nexus_cuda = {sizeof(lf__nexus_kernels), "cuda", scale, topk};
+static lf_status narrow(void *context, void *stream, int32_t now, const float *data, uint16_t *wire, int64_t count)
+{
+    int before;
+    enter(context, &before);
+    return leave(context, before, lf__nexus_cuda_narrow(stream, data, wire, count), stream, now, "nexus narrow");
+}
+
+static lf_status widen(void *context, void *stream, int32_t now, const uint16_t *wire, float *data, int64_t count, float factor)
+{
+    int before;
+    enter(context, &before);
+    return leave(context, before, lf__nexus_cuda_widen(stream, wire, data, count, factor), stream, now, "nexus widen");
+}
+
+const lf__nexus_kernels lf__nexus_cuda = {sizeof(lf__nexus_kernels), "cuda", scale, topk, narrow, widen};
