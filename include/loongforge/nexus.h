@@ -127,7 +127,7 @@ typedef struct lf_nexus_options {
     int32_t chunk_tune; /* chunk_bytes is the first size, lf_nexus_tune_end finds the quickest */
     int64_t chunk_least, chunk_most; /* sizes that it tries */
     int32_t every_micro_step; /* a step is one micro-step, and gradients hold what earlier ones left: mean, dense, whole chunks */
-    char wire_dtype[LF_TEXT_MAX];    /* grad | bf16: in what f32 gradients travel that are summed densely */
+    char wire_dtype[LF_TEXT_MAX]; /* grad | bf16: in what f32 gradients travel that are summed densely */
     double cast_mb_s; /* hybrid: 10^6 bytes of f32 gradients a second to bf16 and back; 0: measured with the link, else 4000 */
 } lf_nexus_options;
 
