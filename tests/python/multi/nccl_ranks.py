@@ -223,11 +223,11 @@ class Trained(NamedTuple):
     weights: dict
 
 
-def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, clip: float = 1.0, shard: bool = False):
+def train(enabled: bool, steps: int, break_on: int = -1, overlap: bool = False, clip: float = 1.0, **options):
     config = preset("tiny")
     model = Gr00tN16(config).to(device)
     held = accelerate(model, dtype=torch.bfloat16)
-    sync = NexusSync(model, reduce="sum", chunk_bytes=256 << 10, timeout_s=30.0, shard_optimizer=shard)
+    sync = NexusSync(model, reduce="sum", chunk_bytes=256 << 10, timeout_s=30.0, **options)
     model.reduce_stats = sync.reduce_stats
     optimizer = AdamW(held, lr=1e-3)
     capturing = torch.cuda.is_current_stream_capturing
@@ -276,10 +276,15 @@ def capture():
         assert same, "an update that begins early is another one"
         exposed = [1e6 * run.stats["exposed_s"] / 12 for run in (plain, early)]
         say(f"capture: clip {clip:g}: exposed {exposed[0]:.0f} us a step, {exposed[1]:.0f} with the update beside it")
-    for shared in (train(False, 12, shard=True), train(True, 12, shard=True)):
+    for shared in (train(False, 12, shard_optimizer=True), train(True, 12, shard_optimizer=True)):
         worst = distance(eager.weights, shared.weights)
         assert worst < 1e-2 and shared.n_captured == int(shared.reason is None), (worst, shared.reason)
         say(f"capture: in shares, {shared.reason or 'captured'}: weights within {worst:.1e} of the whole optimizer's")
+    narrow, by_graph = train(False, 12, wire_dtype="bf16"), train(True, 12, wire_dtype="bf16")
+    assert by_graph.n_captured == 1 and torch.equal(narrow.digest, by_graph.digest), by_graph.reason
+    assert 0 < distance(eager.weights, narrow.weights) < 2e-2, distance(eager.weights, narrow.weights)
+    assert narrow.stats["bytes"] < 0.6 * eager.stats["bytes"], (narrow.stats, eager.stats)
+    say(f"capture: summed as bf16, weights within {distance(eager.weights, narrow.weights):.1e} of those summed as f32")
     say(
         f"capture: 12 steps, losses {captured.losses[0]:.2f} to {captured.losses[-1]:.2f} (eager {eager.losses[-1]:.2f}), "
         f"weights {'the same bits' if torch.equal(eager.digest, captured.digest) else f'within {worst:.1e}'}; exposed "
