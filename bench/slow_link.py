@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's reductions over slow links, emulated on this machine: every rank in a network namespace of its own, behind a link of
-1 or 10 Gb/s (veth pairs on a bridge, token buckets on both directions). Forms: dense, sparse, and plain top-k that all-gathers
-indices and values, as the foil. Needs root and iproute2; what it makes is removed at the end.
+1 or 10 Gb/s (veth pairs on a bridge, token buckets on both directions). Forms: dense, bf16, sparse, and plain top-k that
+all-gathers indices and values, as the foil. Needs root and iproute2; what it makes is removed at the end.
 
 sudo .venv/bin/python bench/slow_link.py                              4 and 8 ranks, 1 and 10 Gb/s
 sudo .venv/bin/python bench/slow_link.py --ranks 4 --gbits 1 --out docs/results/slow_link.jsonl
 
 Gradients have n16's proportions (16 unequal experts a layer) at a smaller width. sparse: as comm_strategy sparse does it, experts
-with little load; hybrid: what the chooser makes of a measured link; sparse-all: everything. The links are checked in the same run
-by a transfer between two ranks. All ranks share this machine's cores, so computing counts for more than on a cluster.
+with little load; hybrid: what the chooser makes of a measured link; sparse-all: everything. bf16: dense with wire_dtype = bf16;
+hybrid-bf16: the chooser with bf16 among its forms. The links are checked in the same run by a transfer between two ranks. All
+ranks share this machine's cores, so computing counts for more than on a cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import time
 from datetime import timedelta
 
-FORMS = ("dense", "sparse", "hybrid", "sparse-all", "foil")
+FORMS = ("dense", "bf16", "sparse", "hybrid", "hybrid-bf16", "sparse-all", "foil")
 PORT = 29400
 
 
@@ -140,13 +141,15 @@ def make_plain(model):
 class Steps:
     """What NexusSync does in a step, without the backward pass: every gradient is there, all are marked, and all are awaited."""
 
-    def __init__(self, model, a, strategy: str):
+    def __init__(self, model, a, form: str):
         import torch
 
         from loongforge import _C, NexusSync
         from loongforge.mapping import GRAD
 
+        strategy = "dense" if form == "bf16" else form.split("-")[0]
         options = {"chunk_bytes": a.chunk_bytes, "k_ratio": a.k_ratio, "timeout_s": 300.0, "probe": strategy == "hybrid"}
+        options["wire_dtype"] = "bf16" if form.endswith("bf16") else "grad"
         self.sync = NexusSync(model, strategy, transport="torch", **options)
         self.c = _C
         handle = self.sync.map.handle
@@ -251,7 +254,7 @@ def be_rank(a) -> None:
         model = make_model(a.layers)
         if form == "sparse-all":
             model = make_plain(model)
-        steps = Foil(model, a) if form == "foil" else Steps(model, a, form.removesuffix("-all"))
+        steps = Foil(model, a) if form == "foil" else Steps(model, a, form)
         seconds = []
         for step in range(-1, a.steps):
             steps.fill()
