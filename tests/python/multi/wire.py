@@ -95,6 +95,18 @@ if world == 2:  # sums of two have one order
     assert torch.equal(whole.weights(), shared.weights())
 close(whole, shared)
 
+# Reduced in every micro-step: what earlier ones left is rounded anew, and is the same everywhere.
+sums = []
+for wire in ("bf16", "grad"):
+    run = Run(wire, every_micro_step=True)
+    for micro in range(3):
+        x = torch.randn(6, 40, generator=torch.Generator().manual_seed(7 + 10 * micro + rank))
+        loss_of(run.model, x).backward()
+    sums.append(torch.cat([b.grad.detach().flatten() for b in run.map.blocks]))
+    close(run)
+assert equal_everywhere(sums[0]) and not torch.equal(*sums)
+torch.testing.assert_close(*sums, rtol=6 * EPSILON, atol=6 * world * EPSILON * sums[1].abs().max().item())
+
 # A link that is told: each group goes by what it costs.
 for mb_s, form in ((50.0, "bf16"), (20000.0, "dense")):
     run = Run(link_mb_s=mb_s, topk_mb_s=1.0)
