@@ -31,6 +31,7 @@ static inline void plant(const char *name, long value)
 static inline void set_up_fakes(void)
 {
     if (!fake.plant) {
+        setenv("TMPDIR", lf_test_dir, 1); /* where the fake leaves rooms that nobody came to */
         void *nccl = dlopen("libnccl.so.2", RTLD_NOW), *cuda = dlopen("libloongforge_cuda.so", RTLD_NOW);
         if (!nccl || !cuda) FAIL_("%s", dlerror());
         FIND(plant, nccl, "fake_nccl_plant");
