@@ -163,7 +163,7 @@ static const lf__loom_kernels *kernels(void)
 static void sweeps_take_any_alignment(int32_t moments)
 {
     enum { N = 40000, PLANES = 5 };
-    lf__loom_piece here = {.count = N - 3,
+    lf__loom_piece here = {.count = N - 4, /* what lies behind the last start, in elements of 2 bytes */
                            .weight_dtype = LF_DTYPE_BF16,
                            .grad_dtype = LF_DTYPE_BF16,
                            .moments_dtype = moments,
