@@ -49,6 +49,7 @@ class Adopted:
 
     @torch.no_grad()
     def _move_in(self) -> None:
+        """Under [map] moments_bf16 moments are rounded to nearest on the way."""
         for p, state in self.stock.state.items():
             own = self.ours.state.get(p)
             if not own or not state:

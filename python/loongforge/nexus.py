@@ -176,6 +176,7 @@ class NexusSync:
 
     def _reopen(self) -> None:
         done = self._steps_before + _C.nexus_stats(self.handle)["steps"]
+        self._void_captured()
         self.handle.close()
         self._open()
         if self._gate is not None:
@@ -186,7 +187,8 @@ class NexusSync:
     def _abort(self) -> None:
         """A backward pass raised before its end: the ranks cannot agree any more on what was reduced."""
         raise RuntimeError(
-            "a backward pass failed before its gradients were reduced, so the ranks disagree; hint: restart from a checkpoint"
+            "a backward pass ended before its gradients were reduced: it failed, so the ranks disagree, or another one ran inside "
+            "it (reentrant checkpointing); hint: use_reentrant=False, and after a failure go on from a checkpoint"
         )
 
     def _ready(self, block) -> None:
@@ -551,13 +553,15 @@ class NexusSync:
     def close(self) -> None:
         """Never waits for other ranks, also after a failure; in the middle of a step with sparse reductions at most timeout_s."""
         self.drop()
-        self._void_captured()
-        self.handle.close()
-        if self.map.sync is self:
-            self.map.sync = None
-        self.map.passes.remove(self._ready, self._finish, self._abort)
-        self.map.off_replan(self._reopen, guard=self._before_replan)
-        _syncs.discard(self)
+        try:
+            self._void_captured()
+        finally:
+            self.handle.close()
+            if self.map.sync is self:
+                self.map.sync = None
+            self.map.passes.remove(self._ready, self._finish, self._abort)
+            self.map.off_replan(self._reopen, guard=self._before_replan)
+            _syncs.discard(self)
 
 
 def check_environment() -> list:

@@ -107,8 +107,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        """Values are copied into the map in their own precision; a parameter without state starts anew. Names and shapes are
-        torch.optim.AdamW's."""
+        """Values are copied into the map in its own precision (moments under [map] moments_bf16: rounded to nearest); a parameter
+        without state starts anew. Names and shapes are torch.optim.AdamW's."""
         for group in state_dict["param_groups"]:
             refuse_options(group)
         shared = self.param_groups

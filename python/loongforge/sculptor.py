@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from contextlib import contextmanager
 
@@ -44,6 +45,9 @@ class Recorder(TorchDispatchMode):
         self._hooks: list = []
 
     def __enter__(self):
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         # Not on the modules: fused layers step aside for hooks on their parts, and another step than the usual would be seen.
         hooks = torch.nn.modules.module
         self._hooks.append(hooks.register_module_forward_pre_hook(self._entered))
@@ -61,6 +65,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exc):
         for hook in self._hooks:
             hook.remove()
+        self._quiet.__exit__(*exc)
         return super().__exit__(*exc)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

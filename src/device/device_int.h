@@ -10,7 +10,7 @@
 #include "base/base.h"
 #include "loongforge/device.h"
 
-#define LF_DEVICE_ABI 1
+#define LF_DEVICE_ABI 2
 
 typedef struct lf__device_ops {
     uint32_t abi;

@@ -111,9 +111,11 @@ lf_status lf__loom_table(lf_device *device, const lf__loom_kernels **table)
     const void *found = NULL;
     lf_status rc = lf__device_kernels(device, "loom", &found);
     *table = found;
-    if (rc == LF_OK && (*table)->size != sizeof **table)
-        return LF_FAIL(LF_ERR_UNSUPPORTED, "kernels %s have a table of %u bytes, expected %zu; hint: rebuild both together",
-                       (*table)->name, (*table)->size, sizeof **table);
+    if (rc == LF_OK && ((*table)->size != sizeof **table || (*table)->layout != LF_LOOM_LAYOUT))
+        return LF_FAIL(LF_ERR_UNSUPPORTED,
+                       "kernels are of another build: a table of %u bytes and layout %u, expected %zu and %u; hint: rebuild both "
+                       "together",
+                       (*table)->size, (*table)->layout, sizeof **table, LF_LOOM_LAYOUT);
     return rc;
 }
 

@@ -196,6 +196,7 @@ void lf__loom_spans(int64_t n, int64_t cost, lf__loom_span_fn fn, const void *us
 
 const lf__loom_kernels lf__loom_cpu = {
     .size = sizeof(lf__loom_kernels),
+    .layout = LF_LOOM_LAYOUT,
     .name = "cpu",
     .router = lf__loom_cpu_router,
     .router_backward = lf__loom_cpu_router_backward,

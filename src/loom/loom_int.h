@@ -148,8 +148,10 @@ typedef struct lf__loom_call {
 
 typedef lf_status (*lf__loom_fn)(const lf__loom_call *call, const lf__loom_args *args);
 
+#define LF_LOOM_LAYOUT (uint32_t)(sizeof(lf__loom_args) * 4096 + sizeof(lf__loom_piece) * 64 + sizeof(lf_adamw))
 typedef struct lf__loom_kernels {
-    uint32_t size; /* sizeof(lf__loom_kernels) */
+    uint32_t size;   /* sizeof(lf__loom_kernels) */
+    uint32_t layout; /* LF_LOOM_LAYOUT: of what the functions are given */
     const char *name;
     lf__loom_fn router, router_backward, route, sort, route_backward;
     lf__loom_fn permute, permute_backward, combine, combine_backward;

@@ -12,7 +12,8 @@ static const lf_option rows[] = {
                 "Hold master copies and moments too; off for a crew that works alone beside another optimizer."),
     LF_ROW_BOOL(
         S, moments_bf16, "false",
-        "Hold AdamW's moments in bf16, rounded stochastically: 4 bytes a parameter less, and another course of training than f32's."),
+        "Hold AdamW's moments in bf16, rounded stochastically: 4 bytes a parameter less, and another course of training than f32's. "
+        "A run and its checkpoints cannot change it."),
 };
 #undef S
 

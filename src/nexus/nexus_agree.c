@@ -8,6 +8,32 @@
 
 enum { WORDS = 8, DIGESTS = 2, COUNT = 1 + 2 * WORDS * DIGESTS };
 
+static void put_digest(lf__buf *text, uint8_t digest[16])
+{
+    lf__hash128 h = lf__hash(text->data, text->used, 0);
+    lf__buf_free(text);
+    for (int32_t i = 0; i < 8; i++) {
+        digest[i] = (uint8_t)(h.hi >> (56 - 8 * i));
+        digest[8 + i] = (uint8_t)(h.lo >> (56 - 8 * i));
+    }
+}
+
+/* The map's own digest, which checkpoints hold, says nothing of a class's gradients and moments. */
+static lf_status map_digest(const lf_map *map, uint8_t digest[16])
+{
+    lf__buf text = {.max = 1 << 20};
+    lf_status rc = lf_map_digest(map, digest);
+    if (rc == LF_OK) rc = lf__buf_add(&text, digest, 16);
+    for (int32_t k = 0; k < lf_map_n_classes(map) && rc == LF_OK; k++) {
+        lf_class_info info = {.size = sizeof info};
+        rc = lf_map_get_class(map, k, &info);
+        for (int32_t role = 0; role < LF_N_ROLES && rc == LF_OK; role++) rc = lf__buf_printf(&text, " %d", info.role_dtype[role]);
+    }
+    if (rc == LF_OK) put_digest(&text, digest);
+    else lf__buf_free(&text);
+    return rc;
+}
+
 /* What shapes the schedule, the launches or the meaning of the sums, besides the map. */
 static lf_status options_digest(const lf_nexus *nexus, uint8_t digest[16])
 {
@@ -24,14 +50,9 @@ static lf_status options_digest(const lf_nexus *nexus, uint8_t digest[16])
         else rc = lf__buf_printf(&text, c->form == NEXUS_BF16 ? "b" : "-");
     }
     if (rc == LF_OK) rc = lf__buf_printf(&text, "%lld", (long long)nexus->opts.sparse_warmup_steps);
-    if (rc < 0) return rc;
-    lf__hash128 h = lf__hash(text.data, text.used, 0);
-    lf__buf_free(&text);
-    for (int32_t i = 0; i < 8; i++) {
-        digest[i] = (uint8_t)(h.hi >> (56 - 8 * i));
-        digest[8 + i] = (uint8_t)(h.lo >> (56 - 8 * i));
-    }
-    return LF_OK;
+    if (rc == LF_OK) put_digest(&text, digest);
+    else lf__buf_free(&text);
+    return rc;
 }
 
 /* sums: 1, then for each digest its words and their squares. */
@@ -93,7 +114,7 @@ lf_status lf__nexus_agree(lf_nexus *nexus)
     int64_t terms[COUNT], ticket = 0;
     void *shared = NULL;
     lf_status rc = LF_OK;
-    LF_TRY(lf_map_digest(nexus->map, digest[0]));
+    LF_TRY(map_digest(nexus->map, digest[0]));
     LF_TRY(options_digest(nexus, digest[1]));
     fill_terms(terms, (const uint8_t(*)[16])digest);
     LF_TRY(lf_device_alloc(nexus->device, sizeof terms, &shared));

@@ -169,7 +169,7 @@ static int call_nccl(nccl_link *link, const nccl_operation *o)
     }
 }
 
-static lf_status launch(nccl_link *link, const nccl_operation *o)
+static lf_status launch(nccl_link *link, const nccl_operation *o, const char *name)
 {
     if (link->in_run && !link->in_group) {
         const lf_status rc = lf__nccl_result(link, "ncclGroupStart", link->nccl.group_start());
@@ -178,14 +178,14 @@ static lf_status launch(nccl_link *link, const nccl_operation *o)
     }
     int result = call_nccl(link, o);
     if (link->in_group && result == NCCL_IN_PROGRESS) result = NCCL_SUCCESS; /* the group's end tells */
-    return lf__nccl_result(link, call_names[o->kind], lf__nccl_await(link, result));
+    return lf__nccl_result(link, name, lf__nccl_await(link, result));
 }
 
 static lf_status launch_held(nccl_link *link)
 {
     const nccl_operation held = link->held;
     link->held.count = 0;
-    return held.count ? launch(link, &held) : LF_OK;
+    return held.count ? launch(link, &held, "ncclAllReduce of the run so far") : LF_OK;
 }
 
 /* Neighbours in memory become one call: NCCL cuts a large sum better than we do. Not parts: a joined one's would be others. */
@@ -196,17 +196,18 @@ static bool joins_held(const nccl_link *link, const nccl_operation *o)
            (char *)held->data + held->count * (int64_t)lf_dtype_bytes(o->dtype) == o->data;
 }
 
-/* Within a run an operation is held until the next one shows that it does not join. */
+/* Within a run a sum is held until the next operation shows that it does not join. */
 static lf_status put_operation(nccl_link *link, const nccl_operation *o)
 {
-    if (!link->in_run) return launch(link, o);
-    if (joins_held(link, o)) {
+    if (link->in_run && joins_held(link, o)) {
         link->held.count += o->count;
         return LF_OK;
     }
     const lf_status rc = launch_held(link);
-    if (rc == LF_OK) link->held = *o;
-    return rc;
+    if (rc < 0) return rc;
+    if (!link->in_run || o->kind != ALL_REDUCE) return launch(link, o, call_names[o->kind]);
+    link->held = *o;
+    return LF_OK;
 }
 
 static lf_status close_group(nccl_link *link)

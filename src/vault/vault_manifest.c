@@ -213,7 +213,7 @@ static lf_status match_planes(const lf__vault_layout *here, const lf__vault_layo
         if (a && b && a->klass == b->klass && a->role == b->role && a->dtype == b->dtype && a->count == b->count) continue;
         return LF_FAIL(LF_ERR_FORMAT,
                        "saved state differs: %s of class %d (%s, %lld elements) in the model, %s of class %d (%s, %lld elements) "
-                       "in the checkpoint",
+                       "in the checkpoint; hint: [map] optimizer_state and moments_bf16 must be as when it was saved",
                        a ? lf_role_name(a->role) : "nothing", a ? a->klass : -1, a ? lf_dtype_name(a->dtype) : "-",
                        a ? (long long)a->count : 0, b ? lf_role_name(b->role) : "nothing", b ? b->klass : -1,
                        b ? lf_dtype_name(b->dtype) : "-", b ? (long long)b->count : 0);

@@ -138,6 +138,22 @@ def small():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
+def test_holders_of_captured_steps_are_told_before_the_handle_goes():
+    model = small()
+    sync, told = NexusSync(model), []
+    sync.on_void(lambda: told.append((sync.handle, _C.nexus_stats(sync.handle)["steps"])))  # a closed one would raise
+    before = sync.handle
+    sync.map.replan()
+    assert [handle is before for handle, _ in told] == [True] and sync.handle is not before
+    sync.close()
+    assert len(told) == 2
+    raising = NexusSync(model)
+    raising.on_void(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        raising.close()
+    NexusSync(model).close()  # closed all the same
+
+
 def test_alone_on_an_ordinary_model_with_a_stock_optimizer():
     stock, ours = small(), small()
     sync = NexusSync(ours)

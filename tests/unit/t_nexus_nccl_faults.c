@@ -76,8 +76,34 @@ TEST(nccl_a_refused_call_ends_it)
     plant("refuse", 2);
     run_ranks(2);
     CHECK_EQ(ranks[1].status, LF_ERR_INTERNAL);
-    CHECK_HAS(ranks[1].text, "rank 1 of 2: ncclAllReduce: invalid usage (5)");
+    CHECK_HAS(ranks[1].text, "rank 1 of 2: ncclAllReduce of the run so far: invalid usage (5)");
     CHECK_EQ(ranks[0].status, LF_ERR_TIMEOUT); /* its peer never launched */
+}
+
+/* Only sums wait for neighbours: what is refused of the others is told by its own post. */
+static void scatter_in_a_run(rank *r)
+{
+    int64_t ticket;
+    r->status = r->t.run(r->t.user, 1, "shares");
+    for (int32_t i = 0; i < 2 && r->status == LF_OK; i++) {
+        r->status = r->t.scatter(r->t.user, shared_x[r->t.rank], 2, LF_DTYPE_F32, r->stream, &ticket);
+        if (r->status < 0 && i == 0) WRONG("the first one failed");
+    }
+    if (r->t.rank == 1 && r->status == LF_OK) WRONG("the second one came through");
+    if (r->status == LF_OK) r->status = r->t.run(r->t.user, 0, NULL);
+    if (r->status == LF_OK) await_error(r);
+}
+
+TEST(nccl_a_refused_part_is_told_by_its_own_post)
+{
+    prepare_nccl(2, NULL, scatter_in_a_run);
+    for (int32_t i = 0; i < 2; i++) ranks[i].opts.timeout_s = 0.5;
+    plant("rank", 1);
+    plant("refuse", 2);
+    run_ranks(2);
+    CHECK_EQ(ranks[1].status, LF_ERR_INTERNAL);
+    CHECK_HAS(ranks[1].text, "rank 1 of 2: ncclReduceScatter: invalid usage (5)");
+    CHECK_EQ(ranks[0].status, LF_ERR_TIMEOUT);
 }
 
 /* The host is inside NCCL: nobody can be told before the abort lets it out. */

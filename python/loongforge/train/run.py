@@ -135,8 +135,9 @@ class Run:
             weight_decay=o["weight_decay"],
             map=self.map,
         )
+        every = self.config["nexus"]["every_micro_step"] and o["micro_steps"] > 1  # a single one is the last, and may be captured
         # The model's loss is each rank's share of the global one: TrainStep makes up for a mean.
-        nexus = dict(self.config["nexus"], reduce="mean" if self.config["nexus"]["every_micro_step"] else "sum")
+        nexus = dict(self.config["nexus"], every_micro_step=every, reduce="mean" if every else "sum")
         self.map.passes.on_end(lambda: self.watch.enter("reduction"))  # before NexusSync's own
         self.sync = self.watch.sync = NexusSync(self.model, nexus.pop("comm_strategy"), **nexus)
         if nexus["launch_busy_pct"] > 0:

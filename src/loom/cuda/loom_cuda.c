@@ -134,6 +134,7 @@ lf_status lf__loom_cuda_scratch(const lf__loom_call *call, void **out)
 
 const lf__loom_kernels lf__loom_cuda = {
     .size = sizeof(lf__loom_kernels),
+    .layout = LF_LOOM_LAYOUT,
     .name = "cuda",
     .router = lf__loom_cuda_router,
     .router_backward = lf__loom_cuda_router_backward,

@@ -82,6 +82,17 @@ for layer in net:
     y = checkpoint(layer, y, use_reentrant=True)
 assert refused(lambda: y.square().sum().backward())
 print("all refused", flush=True)
+# Ranks whose gradients or moments have other dtypes lay their planes out in another way.
+for option in ("moments_bf16", "grad_f32"):
+    net = model().bfloat16()
+    accelerate(net, options={option: rank == 1})
+    try:
+        NexusSync(net)
+        raise AssertionError(f"ranks that differ in {option} were let through")
+    except RuntimeError as error:
+        assert "planned different maps" in str(error) and "[map] options on every rank" in str(error), error
+    undo(net)
+
 dist.barrier()
 dist.destroy_process_group()
 sys.stdout.flush()
