@@ -187,8 +187,8 @@ class NexusSync:
     def _abort(self) -> None:
         """A backward pass raised before its end: the ranks cannot agree any more on what was reduced."""
         raise RuntimeError(
-            "a backward pass ended before its gradients were reduced: it failed, so the ranks disagree, or another one ran inside "
-            "it (reentrant checkpointing); hint: use_reentrant=False, and after a failure go on from a checkpoint"
+            "a backward pass ended before its gradients were reduced: it failed, so the ranks disagree, or another one ran "
+            "inside it (reentrant checkpointing); hint: use_reentrant=False, and after a failure go on from a checkpoint"
         )
 
     def _ready(self, block) -> None:
