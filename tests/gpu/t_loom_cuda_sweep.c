@@ -3,47 +3,22 @@
  * squares is added in another order in double precision, so 1e-12 of it is allowed. */
 #include "cuda_graph.h"
 #include "loom_cuda_fixture.h"
+#include "mixed_map.h"
 
 /* ---- maps on both devices -------------------------------------------------------------------------------------------- */
 
-static const struct spec {
-    int64_t count;
-    int32_t dtype;
-    uint32_t flags;
-} specs[] = {{3, LF_DTYPE_BF16, 0},
-             {70001, LF_DTYPE_BF16, 0},
-             {1, LF_DTYPE_F32, 0},
-             {50001, LF_DTYPE_F32, 0},
-             {1000, LF_DTYPE_BF16, 0},
-             {16384, LF_DTYPE_F32, 0},
-             {77, LF_DTYPE_F32, LF_PARAM_FROZEN},
-             {8192, LF_DTYPE_BF16, 0}};
+static const spec specs[] = {{3, LF_DTYPE_BF16, 0},
+                             {70001, LF_DTYPE_BF16, 0},
+                             {1, LF_DTYPE_F32, 0},
+                             {50001, LF_DTYPE_F32, 0},
+                             {1000, LF_DTYPE_BF16, 0},
+                             {16384, LF_DTYPE_F32, 0},
+                             {77, LF_DTYPE_F32, LF_PARAM_FROZEN},
+                             {8192, LF_DTYPE_BF16, 0}};
 
 static lf_map *make_map(lf_device *on, int32_t grad_f32, int32_t moments_bf16)
 {
-    lf_map *map = NULL;
-    lf_map_options opts;
-    CHECK_OK(lf_options_init("map", &opts, sizeof opts));
-    opts.grad_f32 = grad_f32;
-    opts.moments_bf16 = moments_bf16;
-    CHECK_OK(lf_map_open(&map, &opts));
-    for (int32_t i = 0; i < (int32_t)LF_COUNT(specs); i++) {
-        char name[16];
-        snprintf(name, sizeof name, "p%d", i);
-        lf_param p = {.size = sizeof p,
-                      .name = name,
-                      .shape = &specs[i].count,
-                      .ndim = 1,
-                      .dtype = specs[i].dtype,
-                      .layer = i,
-                      .expert = -1,
-                      .tied_to = -1,
-                      .flags = specs[i].flags};
-        CHECK_OK(lf_map_add(map, &p, NULL));
-    }
-    CHECK_OK(lf_map_plan(map));
-    CHECK_OK(lf_map_allocate(map, on));
-    return map;
+    return make_map_on(on, specs, LF_COUNT(specs), grad_f32, moments_bf16);
 }
 
 static char *slab_of(const lf_map *map)

@@ -3,55 +3,12 @@
 #ifndef LF_SWEEP_FIXTURE_H
 #define LF_SWEEP_FIXTURE_H
 
-#include "base/base.h"
-#include "lf_test.h"
-#include "loongforge/loom.h"
-
-static lf_device *cpu;
-static lf_stream *worker;
-static lf__rng rng;
-
-static inline void set_up(void)
-{
-    if (!cpu) CHECK_OK(lf_device_open(&cpu, "cpu"));
-    if (!worker) CHECK_OK(lf_stream_open(cpu, 0, &worker));
-    lf__rng_init(&rng, 11, 1, 2, 3);
-    CHECK_OK(lf_loom_set_threads(0));
-}
-
-static inline float uniform(float low, float high) { return low + (high - low) * (float)lf__rng_unit(&rng); }
-
-typedef struct spec {
-    int64_t count;
-    int32_t dtype;
-    uint32_t flags;
-} spec;
+#include "loom_fixture.h"
+#include "mixed_map.h"
 
 static inline lf_map *make_map_with(const spec *specs, int32_t n, int32_t grad_f32, int32_t moments_bf16)
 {
-    lf_map *map = NULL;
-    lf_map_options opts;
-    CHECK_OK(lf_options_init("map", &opts, sizeof opts));
-    opts.grad_f32 = grad_f32;
-    opts.moments_bf16 = moments_bf16;
-    CHECK_OK(lf_map_open(&map, &opts));
-    for (int32_t i = 0; i < n; i++) {
-        char name[16];
-        snprintf(name, sizeof name, "p%d", i);
-        lf_param p = {.size = sizeof p,
-                      .name = name,
-                      .shape = &specs[i].count,
-                      .ndim = 1,
-                      .dtype = specs[i].dtype,
-                      .layer = i,
-                      .expert = -1,
-                      .tied_to = -1,
-                      .flags = specs[i].flags};
-        CHECK_OK(lf_map_add(map, &p, NULL));
-    }
-    CHECK_OK(lf_map_plan(map));
-    CHECK_OK(lf_map_allocate(map, cpu));
-    return map;
+    return make_map_on(cpu, specs, n, grad_f32, moments_bf16);
 }
 
 static inline lf_map *make_map(const spec *specs, int32_t n, int32_t grad_f32) { return make_map_with(specs, n, grad_f32, 0); }
