@@ -63,6 +63,7 @@ def test_gradients_are_those_of_ddp():
     assert "gradients agree" in launch(2, program="ddp_ranks.py")
 
 
+@pytest.mark.long
 def test_micro_steps_reduce_once(scenes, tmp_path):
     launch(2, scenes, tmp_path / "micro.pt", 2)
     micro = torch.load(tmp_path / "micro.pt", weights_only=True)
@@ -78,6 +79,7 @@ def test_reducing_in_every_micro_step_gives_the_same_gradients(world):
     assert done.stdout.count("micro steps agree") == world
 
 
+@pytest.mark.long
 def test_a_run_that_reduces_in_every_micro_step(scenes, tmp_path):
     rows, sent = {}, {}
     for name, every in (("last", "false"), ("every", "true")):

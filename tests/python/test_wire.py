@@ -23,6 +23,7 @@ def test_ranks_stay_alike_and_go_where_f32_goes(world):
     assert done.stdout.count("all well") == world
 
 
+@pytest.mark.long
 def test_a_run_trains_with_half_the_bytes(tmp_path):
     scenes = tmp_path / "scenes"
     _C.pack_scenes(str(scenes), {"scenes": 60})
