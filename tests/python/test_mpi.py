@@ -40,6 +40,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_train_is_the_same_as_under_torchrun_and_resumes(scenes, tmp_path):
     options = ["--data", scenes, "--val_data", scenes, "--batch_size", "4", "--threads", "1", "--lr", "1e-3"]
     options += ["--vault.diff_interval", "2", "--eval_every", "0"]
