@@ -124,8 +124,8 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
     ours.dense_sms, captured = options.pop("dense_sms", 0), options.pop("captured", True)
     sync = NexusSync(ours.model, reduce="sum", **options)
     ours.model.reduce_stats = sync.reduce_stats
-    monitor = GpuMonitor(ours.map.torch_device)
-    if "launch_busy_pct" in options:
+    monitor = GpuMonitor(ours.map.torch_device) if "launch_busy_pct" in options else None
+    if monitor:
         sync.gate(monitor.handle)
     clock = _C.clock_open()
     _C.clock_follow(clock, ours.map.device, stream_of(ours.map.torch_device))
@@ -155,7 +155,8 @@ def run_variant(a, ours, name: str, alone: float, report) -> float:
         report.add(f"nexus.scaling_{sync.world}{label}", round(rate), "token/s", f"{sync.world} x alone", round(scaled))
     sync.gather_state()
     sync.close()
-    monitor.close()
+    if monitor:
+        monitor.close()
     ours.model.reduce_stats = identity
     return rate
 

@@ -257,8 +257,8 @@ LF_API lf_status lf_adamw_init(lf_adamw *hyper, double lr, double beta1, double 
  *  and writes the weight rounded to its dtype. Moments in bf16 ([map] moments_bf16) are updated in f32, used as they are and then
  *  stored rounded to one of their two neighbours, up with the probability of what is cut off (Gupta et al., ICML 2015): at
  *  beta2 = 0.999 rounding to nearest would never move exp_avg_sq. What is drawn depends on the step, the class and the
- *  element's place in it alone, so ranges may be cut in any way, and every rank and device has the same bits. Where the denominator is 0 (eps 0 and no gradient yet) the weight only decays,
- *  so padding stays zero. Ranges must not overlap.
+ *  element's place in it alone, so ranges may be cut in any way, and every rank and device has the same bits. Where the
+ *  denominator is 0 (eps 0 and no gradient yet) the weight only decays, so padding stays zero. Ranges must not overlap.
  *  A grad_scale of NaN, which lf_loom_clip leaves after a norm that is not finite, skips the step: nothing is written.
  *  @param hyper device memory.  @return LF_ERR_STATE (map not allocated, or made without optimizer state); LF_ERR_INVALID
  *  (range outside its class, or of a frozen class); LF_ERR_UNSUPPORTED (f16 weights or gradients). */

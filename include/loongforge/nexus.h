@@ -12,8 +12,9 @@
  *  Only the GRAD plane is touched, and only of classes that are not frozen. Who divides: reduce = mean makes lf_nexus_finish
  *  divide by the world; with sum the caller does (for instance through lf_adamw's grad_scale, at no cost).
  *
- *  With the option wire_dtype = bf16 a chunk of f32 gradients that is summed densely is rounded to bf16 into memory of the handle's own when
- *  it is posted, summed there, and widened back when it is waited for: half the bytes on the way, and the plane is what it was to everyone else.
+ *  With the option wire_dtype = bf16 a chunk of f32 gradients that is summed densely is rounded to bf16 into memory of the
+ *  handle's own when it is posted, summed there, and widened back when it is waited for: half the bytes on the way, and the
+ *  plane is what it was to everyone else.
  *
  *  Under a CUDA capture begin, mark and finish put the whole reduction into the graph, in the same order and with the same
  *  transport, where that can be captured (NCCL). Each launch of the graph is then told by lf_nexus_replayed. Before capturing,
